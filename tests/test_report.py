@@ -139,7 +139,7 @@ def clock(monkeypatch):
 
 def test_each_distinct_layer_is_timed_beside_the_dense_one(clock):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 5))
-    result = summary(convert(model, BTT(), include=["0", "1", "2"]), measure=101)
+    result = summary(convert(model, BTT(), include=["0", "1", "2"]), tokens=101)
     assert [(row.seconds, row.dense_seconds) for row in result.rows] == [(3, 303), (101, 101)]
     assert (result.seconds, result.dense_seconds) == (104, 404)
     assert "303000.00" in str(result)
@@ -167,7 +167,7 @@ def test_timing_leaves_gradients_random_numbers_and_the_model_as_they_were():
     expected = torch.rand(1)
     torch.manual_seed(0)
     with torch.no_grad():
-        result = summary(model, measure=3)
+        result = summary(model, tokens=3)
     assert torch.equal(torch.rand(1), expected)
     assert result.seconds > 0
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["0.cores.0"]
@@ -176,7 +176,7 @@ def test_timing_leaves_gradients_random_numbers_and_the_model_as_they_were():
 
 @pytest.mark.parametrize("measure", [0, -1, 2.5, True])
 def test_what_cannot_be_timed_is_refused(measure):
-    with pytest.raises(ValueError, match=f"measure={measure!r}"):
-        summary(nn.Linear(4, 4), measure=measure)
-    with pytest.raises(ValueError, match=r"measure=4: layer '0' has no values \(meta\)"):
-        summary(nn.Sequential(nn.Linear(4, 4, device="meta")), measure=4)
+    with pytest.raises(ValueError, match=f"tokens={measure!r}"):
+        summary(nn.Linear(4, 4), tokens=measure)
+    with pytest.raises(ValueError, match=r"tokens=4: layer '0' has no values \(meta\)"):
+        summary(nn.Sequential(nn.Linear(4, 4, device="meta")), tokens=4)

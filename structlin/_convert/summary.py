@@ -17,7 +17,7 @@ from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
 from .._model.linears import Layer, linear_layers
 from .._model.parameters import parameters_of
-from .._structure.arguments import checked
+from .._structure.arguments import checked, require_positive
 
 ROUNDS = 9  # in which each layer is timed
 NUMBER = r"(?<![^.])\d+(?![^.])"  # a part of a dotted name that is a number
@@ -196,7 +196,7 @@ def _cells(part: Row | Summary, dense: int, *, show_bytes: bool) -> list[str]:
 
 
 @checked
-def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
+def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense.
 
     Equal layers are one row. Where layers whose names differ in numbers alone are not equal, a row
@@ -204,12 +204,12 @@ def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
     are not float32.
 
     Args:
-        measure: tokens of a forward and a backward pass that is timed: the first layer of each row
+        tokens: of a forward and a backward pass that is timed: the first layer of each row
             in turn with a dense one, medians of nine rounds, without optimizer. The times in the
             table are of all layers of a row, one after the other. None: nothing runs.
 
     Raises:
-        ValueError: the model has no linear layer; `measure` is not positive; a layer to be timed
+        ValueError: the model has no linear layer; `tokens` is not positive; a layer to be timed
             has no values (meta) or is sharded.
 
     >>> from structlin import LowRank, convert
@@ -221,6 +221,8 @@ def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
     linear layers      2                                  2,048    25.0%         4,096    25.0%
     other parameters                                        128
     """
+    if tokens is not None:
+        require_positive("tokens", tokens)
     layers = linear_layers(model)
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
@@ -234,7 +236,7 @@ def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
         if key in merged:
             merged[key] = _join(merged[key], row)
             continue
-        seconds, dense = (None, None) if measure is None else _time(layer, measure)
+        seconds, dense = (None, None) if tokens is None else _time(layer, tokens)
         merged[key] = replace(row, seconds=seconds, dense_seconds=dense)
     alike = defaultdict[str, list[str]](list)
     for layer in layers:
@@ -292,7 +294,7 @@ def _time(layer: Layer, tokens: int) -> tuple[float, float]:
     if weight is None or weight.is_meta or hasattr(weight, "full_tensor"):
         sharded = weight is not None and not weight.is_meta
         reason = "is sharded: gather it first" if sharded else "has no values (meta)"
-        raise ValueError(f"measure={tokens}: layer {layer.name!r} {reason}")
+        raise ValueError(f"tokens={tokens}: layer {layer.name!r} {reason}")
     device, dtype = weight.device, getattr(module, "compute_dtype", weight.dtype)
     random = torch.Generator(device).manual_seed(0)  # the user's random numbers stay
     shape = layer.in_features, layer.out_features

@@ -14,7 +14,7 @@ from .._structure.arguments import check_cores, check_dense, check_input, checke
 from .._structure.families import DEFAULT, Family, label, structure_of, warn_of_padding
 from .._structure.order import warn_of_order
 from .._structure.structure import Structure
-from ..duality import dualize
+from ..duality import polar_factor
 from ..scaling import INITS, expected_norm, init_std
 from .state import DescribedModule, is_guarded
 from .weight import InPlaceOfLinear
@@ -128,7 +128,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
             elif self.init == "orthogonal":
                 gaussian = torch.randn_like(parameter, dtype=torch.float32)
                 scale = std * sqrt(max(core.fan_out, core.fan_in))  # over a block's own RMS
-                parameter.copy_(scale * dualize(gaussian, method="svd"))
+                parameter.copy_(scale * polar_factor(gaussian, method="svd"))
             else:
                 parameter.normal_(0, std)
             if n == len(self.cores) - 1:
