@@ -363,12 +363,12 @@ Front = dict[float, list[float]]  # budget -> the test losses of all seeds, at t
 
 
 def front_of(table: Sequence[Row], seeds: int, **line: str) -> Front:
-    """The front of one setup, optimizer and kind, over the budgets at which so many seeds ran and
-    none diverged."""
+    """The front of one setup, optimizer and kind, over the budgets at which so many seeds or
+    more ran, and none diverged."""
     return {
         row["budget"]: row["losses"]
         for row in select(table, **line)
-        if len(row["losses"]) == seeds and all(row["losses"])
+        if len(row["losses"]) >= seeds and all(row["losses"])
     }
 
 
@@ -403,7 +403,7 @@ def compare(table: Sequence[Row]) -> list[Row]:
         dense = front_of(table, len(row["losses"]), kind="dense", **line)
         if row["budget"] not in dense:
             continue
-        pairs = zip(row["losses"], dense[row["budget"]], strict=True)
+        pairs = zip(row["losses"], dense[row["budget"]], strict=False)  # the seeds of both
         compared = line | {"kind": row["kind"], "budget": row["budget"]}
         compared["above"] = [100 * (loss / other - 1) for loss, other in pairs]
         if len(dense) > 1:
