@@ -82,10 +82,11 @@ def show_runs(result: Row) -> str:
     lines = []
     for runs in read_gpts():
         row = runs[0]
-        figures = [f"{row['params']:,}", f"{row['flops']:,}", f"{row['clock'][-1]:.0f}"]
-        lines.append([row["label"], row["optimizer"], str(row["width"]), *figures])
-        lines[-1].append(losses([each["loss"] for each in runs]))
-    titles = ["", "optimizer", "width", "parameters", "FLOPs per token", "seconds"]
+        sizes = [f"{row['params'] / 1e6:.2f} M", f"{row['flops'] / 1e6:.2f} M"]
+        label = f"{row['label']} by {row['optimizer']}"
+        end = [f"{row['clock'][-1]:.0f}", losses([run["loss"] for run in runs])]
+        lines.append([label, str(row["width"]), *sizes, *end])
+    titles = ["", "width", "parameters", "FLOPs per token", "seconds"]
     return table([*titles, "held-out loss, by seed"], lines)
 
 
