@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._engine import product
 from .._engine.operators import Affine
+from .._hosts.transformers import is_guarded
 from .._projection.solve import project
 from .._structure.arguments import check_cores, check_dense, check_input, checked, require_choice
 from .._structure.families import DEFAULT, Family, label, structure_of, warn_of_padding
@@ -16,7 +17,7 @@ from .._structure.order import warn_of_order
 from .._structure.structure import Structure
 from ..duality import polar_factor
 from ..scaling import INITS, expected_norm, init_std
-from .state import DescribedModule, is_guarded
+from .state import DescribedModule
 from .weight import InPlaceOfLinear
 
 
