@@ -1,7 +1,7 @@
 """`StructuredLinear`: a structure with parameters, as a layer."""
 
 from collections.abc import Callable, Sequence
-from math import sqrt
+from math import prod, sqrt
 from typing import Any, Protocol
 
 import torch
@@ -99,10 +99,9 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         self.zero_init = zero_init
         self.init_scale = 1.0
         *inner_cores, last_core = self.structure.cores
-        options: dict[str, Any] = {
-            "bottleneck_variance": zero_init or init == "mup",
-            "activated": self.structure.between is not None,
-        }
+        is_narrow = zero_init or init == "mup"
+        has_activation = self.structure.between is not None
+        options: dict[str, Any] = {"bottleneck_variance": is_narrow, "activated": has_activation}
         self.stds = [init_std(core, init, **options) for core in inner_cores]
         self.stds.append(init_std(last_core, init))
         self.core_names = [str(n) for n in range(len(self.structure.cores))]
@@ -162,15 +161,13 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         >>> bool(0.9 < layer.to_dense().norm() / (0.02 * 256) < 1.1)
         True
         """
-        structure = self.structure
-        activated = structure.between is not None
-        # Cropping W: (padded out, padded in) to (out, in) leaves this share of its squared norm.
-        padded_size = structure.in_features * structure.out_features
-        share = self.in_features * self.out_features / padded_size
-        norm_of_padded = expected_norm(structure.cores, self.stds, structure.in_features, activated)
-        norm_as_drawn = sqrt(share) * norm_of_padded
+        padded = self.structure.in_features, self.structure.out_features
+        activated = self.structure.between is not None
+        # cropping W from its padded widths leaves this share of its squared norm
+        share = self.in_features * self.out_features / prod(padded)
+        norm_of_padded = expected_norm(self.structure.cores, self.stds, padded[0], activated)
         self.zero_init = norm == 0
-        self.init_scale = norm / norm_as_drawn or 1.0
+        self.init_scale = norm / (sqrt(share) * norm_of_padded) or 1.0
         self.reset_parameters()
         return self
 
@@ -209,11 +206,8 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         cores: Any = self._modules["cores"]
         for hook in cores._forward_pre_hooks.values():
             hook(cores, ())
-        parameters = cores._parameters
-        return [
-            parameters[name] if name in parameters else getattr(cores, name)
-            for name in self.core_names
-        ]
+        held = cores._parameters
+        return [held[name] if name in held else getattr(cores, name) for name in self.core_names]
 
     def effective_cores(self) -> list[Tensor]:
         """The cores that the layer multiplies by: normalised, if it has weight normalisation."""
