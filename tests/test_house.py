@@ -1,4 +1,4 @@
-"""The house: one place splits a signature, imports run downwards, calls and first pages are few."""
+"""The house: one place splits a signature, imports run downwards, calls are few."""
 
 import ast
 import re
@@ -13,7 +13,6 @@ from tests.calls import calls_to_the_first_product, count_calls
 
 PACKAGE = Path(structlin.__file__).parent
 FILES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in PACKAGE.rglob("*.py")}
-# the reader's way
 
 
 def module_of(path: Path) -> tuple[str, ...]:
