@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ from rich.progress import track
 
 import structlin
 from benchmarks.harness import report, statistics
+from benchmarks.harness.figures import save_picture
 from benchmarks.harness.record import RESULTS, Row, save_json
 from benchmarks.harness.shown import Shown
 from benchmarks.harness.statistics import select
@@ -49,8 +51,8 @@ def parser(
         description=about, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     if workers is not None:
-        text = "processes, of one thread each"
-        options.add_argument("--workers", type=int, default=workers, help=text)
+        help_text = "processes, of one thread each"
+        options.add_argument("--workers", type=int, default=workers, help=help_text)
     options.add_argument("--out", type=Path, default=out, help="folder of the JSON and the plot")
     options.set_defaults(kept=out)
     options.add_argument(
@@ -73,9 +75,10 @@ def run_all(
     function: Callable[[T], Any],
     jobs: Sequence[T],
     options: argparse.Namespace,
-    each: Callable[[Any], None],
+    collect: Callable[[Any], None],
 ) -> None:
-    """Call `each` with `function` of every job, as it comes; what it raises ends the experiment.
+    """Call `collect` with `function` of every job, as it comes; an error of either ends the
+    experiment.
 
     `function` must be importable (the top level of a module). With `--smoke` or one worker nothing
     is spawned.
@@ -84,19 +87,19 @@ def run_all(
         return
     if options.smoke or options.workers == 1:
         for job in track(jobs, "running"):
-            each(_one(function, job))
+            collect(_run_on_one_thread(function, job))
         return
     with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        futures = [pool.submit(_one, function, job) for job in jobs]
+        futures = [pool.submit(_run_on_one_thread, function, job) for job in jobs]
         try:
-            for done in track(as_completed(futures), "running", total=len(jobs)):
-                each(done.result())  # an error ends the experiment at once
+            for future in track(as_completed(futures), "running", total=len(jobs)):
+                collect(future.result())  # an error ends the experiment at once
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
 
 
-def _one(function: Callable[[T], Any], job: T) -> Any:
+def _run_on_one_thread(function: Callable[[T], Any], job: T) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -132,20 +135,24 @@ class Runs:
         sizes: Mapping[str, Any],
         again: Callable[[Row], bool],
     ) -> None:
-        self.names, self.options, self.sizes = names, options, dict(sizes)
+        self.names = names
+        self.options = options
+        self.sizes = dict(sizes)
         self.work = partial(_measure, function, self.sizes)
-        self.path, self.setting = path, _plain(setting)
-        self.rows: dict[str, list[Row]] = {}
-        self.made, self.saved = 0, time.monotonic()
-        self.earlier: Row = {}
+        self.path = path
+        self.setting = _plain(setting)
+        self.rows: dict[str, list[Row]] = {}  # by `key`
+        self.earlier: Row = {}  # the result that the file has, if its setting is this one
         if path is not None and path.exists():
-            found = json.loads(path.read_text(encoding="utf-8"))
-            if (found.get("setting") or {}) == self.setting:
-                self.earlier = found
-                for row in found["rows"]:
+            earlier = json.loads(path.read_text(encoding="utf-8"))
+            if (earlier.get("setting") or {}) == self.setting:
+                self.earlier = earlier
+                for row in earlier["rows"]:
                     if not again(row):
                         self.rows.setdefault(self.key(row), []).append(row)
-        self.kept = sum(map(len, self.rows.values()))
+        self.earlier_count = sum(map(len, self.rows.values()))
+        self.new_count = 0
+        self.last_save = time.monotonic()
 
     def key(self, row: Row) -> str:
         return json.dumps({name: row[name] for name in self.names if name in row})
@@ -156,47 +163,60 @@ class Runs:
         missing = {self.key(job): job for job in jobs if self.key(job) not in self.rows}
         ordered = sorted(missing.values(), key=lambda job: -job.get("width", 0))
         try:
-            run_all(self.work, ordered, self.options, each=self._add)
+            run_all(self.work, ordered, self.options, collect=self._add)
         except BaseException:
-            if self.made:
+            if self.new_count:
                 self.save()
             raise
-        return [row for job in jobs for row in self.rows[self.key(job)]]
+        return [*chain.from_iterable(self.rows[self.key(job)] for job in jobs)]
 
     def all(self) -> list[Row]:
-        return [row for rows in self.rows.values() for row in rows]
+        return [*chain.from_iterable(self.rows.values())]
 
     def save(self, rows: Sequence[Row] | None = None, **content: Any) -> None:
         """Write the rows and `content`; where every row was there before, so is their origin."""
-        self.saved = time.monotonic()
+        self.last_save = time.monotonic()
         if self.path is None:
             return
-        origin: Row = {}
-        if self.earlier and not self.made:
-            origin = {"environment": self.earlier["environment"]}
-            origin |= {key: self.earlier[key] for key in ("earlier",) if key in self.earlier}
-        elif self.kept:
-            source = {"rows": self.kept, "environment": self.earlier["environment"]}
-            origin = {"earlier": [*self.earlier.get("earlier", []), source]}
         content = {"setting": self.setting} | content
         content["rows"] = self.all() if rows is None else rows
-        save_json(self.path, **origin, **content)
+        save_json(self.path, **self._origin(), **content)
+
+    def _origin(self) -> Row:
+        """Where the rows of earlier runs were made."""
+        if self.earlier and not self.new_count:
+            origin = {"environment": self.earlier["environment"]}
+            if "earlier" in self.earlier:
+                origin["earlier"] = self.earlier["earlier"]
+            return origin
+        if self.earlier_count:
+            source = {"rows": self.earlier_count, "environment": self.earlier["environment"]}
+            return {"earlier": [*self.earlier.get("earlier", []), source]}
+        return {}
+
+    def note_change(self, measured: Row) -> None:
+        """Count what was `measured` beside the rows as new, unless the file has the same."""
+        for name, value in _plain(measured).items():
+            if self.earlier.get(name) != value:
+                self.new_count += 1
+                return
 
     def _add(self, rows: list[Row]) -> None:
         self.rows[self.key(rows[0])] = rows
-        self.made += len(rows)
-        if time.monotonic() > self.saved + SECONDS_BETWEEN_SAVES:
+        self.new_count += len(rows)
+        if time.monotonic() > self.last_save + SECONDS_BETWEEN_SAVES:
             self.save()
 
 
 def _measure(function: Callable[..., Any], sizes: Row, job: Job) -> list[Row]:
-    found = function(**sizes | job)
-    return [job | row for row in (found if isinstance(found, list) else [found])]
+    measured = function(**sizes | job)
+    rows = measured if isinstance(measured, list) else [measured]
+    return [job | row for row in rows]
 
 
-def _plain(found: Any) -> Any:
+def _plain(content: Any) -> Any:
     """As a file has it."""
-    return json.loads(json.dumps(found))
+    return json.loads(json.dumps(content))
 
 
 # ---- experiments ---------------------------------------------------------------------------------
@@ -269,44 +289,60 @@ class Experiment(Shown):
         """Run, print and keep the result, and return it."""
         options = self._parser().parse_args(argv)
         structlin.show_config()  # builds the engine, so that no time has that in it
-        axes, sizes = dict(self.axes), dict(self.sizes)
+        axes = dict(self.axes)
+        sizes = dict(self.sizes)
         if options.smoke:
-            for full in (axes, sizes):
-                full |= {name: self.smoke[name] for name in full if name in self.smoke}
-            vars(options).update({n: self.smoke[n] for n in self.extra if n in self.smoke})
-        chosen = {name: values for name in axes if (values := getattr(options, f"{name}s", None))}
+            for settings in (axes, sizes):
+                settings |= {name: self.smoke[name] for name in settings if name in self.smoke}
+            for name in self.extra:
+                if name in self.smoke:
+                    setattr(options, name, self.smoke[name])
+
+        chosen: Row = {}  # the axes of which the command names values
+        for name in axes:
+            values = getattr(options, f"{name}s", None)
+            if values:
+                chosen[name] = values
         if self.seeds:
             count = self.smoke.get("seeds", 2) if options.smoke else self.seeds
             axes.setdefault("seed", range(getattr(options, "seeds", None) or count))
+
         runs = self._runs(options, [*axes], sizes, chosen)
         rows = [*self._rows(runs, axes, chosen, options.smoke)]
         result: Row = {"setting": runs.setting, **self.analyse(rows)}
         if self.beside:
             extra = {name: getattr(options, name) for name in self.extra}
-            found = self.beside(axes | chosen | sizes | extra, result | {"rows": rows})
-            runs.made += any(runs.earlier.get(name) != each for name, each in _plain(found).items())
-            result |= found
+            measured = self.beside(axes | chosen | sizes | extra, result | {"rows": rows})
+            runs.note_change(measured)
+            result |= measured
         runs.save(rows, **result)
         result["rows"] = rows
         Console(width=140, markup=False).print(*self.show(result), sep="\n")
         if self.draw and runs.path:
-            self.draw(result).savefig(runs.path.with_suffix(".png"), dpi=90)
+            save_picture(self.draw(result), runs.path.with_suffix(".png"))
         return result
 
     def _parser(self) -> argparse.ArgumentParser:
-        found = parser(self.about, (RESULTS / self.name).parent, workers=self.workers)
+        options = parser(self.about, (RESULTS / self.name).parent, workers=self.workers)
         if self.seeds and "seed" not in self.axes:
-            found.add_argument("--seeds", type=int, help=f"their number (default: {self.seeds})")
+            options.add_argument("--seeds", type=int, help=f"their number (default: {self.seeds})")
         for name, values in self.axes.items():
-            if values and not callable(values) and name not in ("lr", "seed"):
-                kind = type(values[0])
-                text = "only these are run; the rows of others that --out has stay"
-                found.add_argument(f"--{name}s", nargs="+", type=kind, choices=values, help=text)
-        for name, value in self.extra.items():
-            found.add_argument(f"--{name}", type=type(value), default=value, help="%(default)s")
-        text = "run what is chosen again, though --out has rows of the same setting"
-        found.add_argument("--again", action="store_true", help=text)
-        return found
+            has_option = values and not callable(values) and name not in ("lr", "seed")
+            if has_option:
+                options.add_argument(
+                    f"--{name}s",
+                    nargs="+",
+                    type=type(values[0]),
+                    choices=values,
+                    help="only these are run; the rows of others that --out has stay",
+                )
+        for name, default in self.extra.items():
+            options.add_argument(
+                f"--{name}", type=type(default), default=default, help="%(default)s"
+            )
+        help_text = "run what is chosen again, though --out has rows of the same setting"
+        options.add_argument("--again", action="store_true", help=help_text)
+        return options
 
     def _runs(self, options: argparse.Namespace, names: list[str], sizes: Row, chosen: Row) -> Runs:
         if self.rates:
@@ -324,26 +360,26 @@ class Experiment(Shown):
     def _rows(self, runs: Runs, axes: Row, chosen: Row, smoke: bool) -> Iterator[Row]:
         if self.design:
             yield from self.design(runs, axes | chosen)
-        elif self.rates is None:
+            return
+        if self.rates is None:
             jobs = [*combinations(axes)]
             runs.of(job for job in jobs if _is_chosen(job, chosen))
             for job in jobs:
                 yield from runs.rows.get(runs.key(job), [])
-        elif isinstance(self.rates, Tune):
-            for group in combinations({name: axes[name] for name in axes if name != "seed"}):
-                if _is_chosen(group, chosen):
-                    yield from tune(runs, group, axes["seed"], self.rates)
-                else:
-                    yield from select(runs.all(), **group)
-        else:
-            outer = {name: axis for name, axis in axes.items() if name not in ("size", "seed")}
-            for group in combinations(outer):
-                if _is_chosen(group, chosen):
-                    sizes = [job["size"] for job in combinations({"size": axes["size"]}, group)]
-                    start = self.rates.start(group)
-                    yield from follow(runs, group, sizes, axes["seed"], start, 1 if smoke else 100)
-                else:
-                    yield from select(runs.all(), **group)
+            return
+
+        searched_within = ("seed",) if isinstance(self.rates, Tune) else ("size", "seed")
+        outer_axes = {name: axis for name, axis in axes.items() if name not in searched_within}
+        for group in combinations(outer_axes):
+            if not _is_chosen(group, chosen):
+                yield from select(runs.all(), **group)
+            elif isinstance(self.rates, Tune):
+                yield from tune(runs, group, axes["seed"], self.rates)
+            else:
+                sizes = [job["size"] for job in combinations({"size": axes["size"]}, group)]
+                start = self.rates.start(group)
+                rounds = 1 if smoke else 100
+                yield from follow(runs, group, sizes, axes["seed"], start, rounds)
 
 
 def follow(
@@ -362,12 +398,15 @@ def follow(
 
     for size in sizes:
         for _ in range(rounds):
-            if not (lrs := statistics.untried(curve(size), start)):
+            lrs = statistics.untried(curve(size), start)
+            if not lrs:
                 break
             rows += run(size, lrs)
         start = statistics.best(curve(size))
-    kept = statistics.best(curve(sizes[0]))
-    return rows if kept in curve(sizes[-1]) else rows + run(sizes[-1], [kept])
+    first_best = statistics.best(curve(sizes[0]))
+    if first_best not in curve(sizes[-1]):
+        rows += run(sizes[-1], [first_best])
+    return rows
 
 
 def tune(runs: Runs, group: Job, seeds: Sequence[int], rates: Tune) -> list[Row]:
@@ -375,14 +414,17 @@ def tune(runs: Runs, group: Job, seeds: Sequence[int], rates: Tune) -> list[Row]
     rows: list[Row] = []
     while True:
         curve = statistics.curve_of_rates(rows)
-        tried = statistics.untried(curve, rates.start(group))
-        if runs.options.smoke:
-            tried = [rates.start(group)] * (not rows)
-        if not tried:
+        if not runs.options.smoke:
+            lrs = statistics.untried(curve, rates.start(group))
+        elif not rows:
+            lrs = [rates.start(group)]
+        else:
+            lrs = []
+        if not lrs:
             break
-        rows += runs.of({**group, "lr": lr, "seed": seeds[0]} for lr in tried)
-    lr = statistics.best(curve)
-    return rows + runs.of({**group, "lr": lr, "seed": seed} for seed in seeds[1:])
+        rows += runs.of({**group, "lr": lr, "seed": seeds[0]} for lr in lrs)
+    best_lr = statistics.best(curve)
+    return rows + runs.of({**group, "lr": best_lr, "seed": seed} for seed in seeds[1:])
 
 
 def climb(
@@ -396,31 +438,29 @@ def climb(
     asks for nothing or `rounds` are over."""
     places = list(places)
     for _ in range(rounds):
-        jobs = [
-            {**where, **more, "seed": seed}
-            for where, start in places
-            for more in untried(select(runs.all(), **where), start)
-            for seed in seeds
-        ]
+        jobs: list[Job] = []
+        for where, start in places:
+            for rates in untried(select(runs.all(), **where), start):
+                jobs += [{**where, **rates, "seed": seed} for seed in seeds]
         if not jobs:
             return
         runs.of(jobs)
 
 
-def combinations(axes: Mapping[str, Axis], given: Job | None = None) -> Iterator[Job]:
-    """Every job of the axes, after the values that are `given`.
+def combinations(axes: Mapping[str, Axis], outer: Job | None = None) -> Iterator[Job]:
+    """Every job of the axes, each after the values of the `outer` job.
 
     >>> axes = {"rule": ["naive", "aware"], "lr": lambda job: [1] if job["rule"] == "naive" else []}
     >>> list(combinations(axes))
     [{'rule': 'naive', 'lr': 1}]
     """
-    jobs: list[Job] = [given or {}]
+    jobs: list[Job] = [outer or {}]
     for name, axis in axes.items():
-        jobs = [
-            {**job, name: value}
-            for job in jobs
-            for value in (axis(job) if callable(axis) else axis)
-        ]
+        longer_jobs: list[Job] = []
+        for job in jobs:
+            values = axis(job) if callable(axis) else axis
+            longer_jobs += [{**job, name: value} for value in values]
+        jobs = longer_jobs
     yield from jobs
 
 

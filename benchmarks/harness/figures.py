@@ -2,18 +2,30 @@
 
 import math
 from collections.abc import Sequence
+from io import BytesIO
 from itertools import cycle
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from PIL import Image  # matplotlib brings it
 
 from benchmarks.harness.statistics import select, values
 
 Row = dict[str, Any]
 COLUMNS = 4
+MARKERS = "osD^vPX<>*hpd"
+COLOURS = 64  # of a kept picture: a third of the bytes
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    """Write a PNG with a palette of `COLOURS` colours."""
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png", dpi=90)
+    Image.open(drawn).convert("RGB").quantize(COLOURS).save(path, optimize=True)
 
 
 def panels(
@@ -53,45 +65,59 @@ def curves(
     if not rows:
         return Figure()
 
-    def keys(names: Sequence[str]) -> list[tuple[Any, ...]]:
-        return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))
-
-    lines = keys(line)
-    numbers = all(isinstance(each, int | float) for each in (key[-1] for key in lines if key))
-    shades = colormaps["viridis" if numbers else "tab20"]  # dark, light, dark, ...
-    figure, grid = panels(keys(panel), columns=columns)
-    for axes, where in zip(grid, keys(panel), strict=True):
-        mine = select(rows, **dict(zip(panel, where, strict=True)))
-        for (n, key), marker in zip(enumerate(lines), cycle("osD^vPX<>*hpd"), strict=False):
-            found = select(mine, **dict(zip(line, key, strict=True)))
-            if not found:
+    panel_keys = _keys(rows, panel)
+    line_keys = _keys(rows, line)
+    colours = _colours(line_keys)
+    figure, grid = panels(panel_keys, columns=columns)
+    for axes, panel_key in zip(grid, panel_keys, strict=True):
+        panel_rows = select(rows, **dict(zip(panel, panel_key, strict=True)))
+        for line_key, colour, marker in zip(line_keys, colours, cycle(MARKERS), strict=False):
+            line_rows = select(panel_rows, **dict(zip(line, line_key, strict=True)))
+            if not line_rows:
                 continue
-            places = sorted(values(found, x))
-            means = [_mean([row[y] for row in found if row[x] == at], "y" in log) for at in places]
-            colour = shades(0.9 * n / max(1, len(lines) - 1) if numbers else (2 * n + n // 10) % 20)
-            axes.plot(
-                places, means, marker=marker, ms=4, color=colour, label=", ".join(map(str, key))
-            )
+            places = sorted(values(line_rows, x))
+            means = []
+            for place in places:
+                heights = [row[y] for row in line_rows if row[x] == place]
+                means.append(_mean(heights, geometric="y" in log))
+            label = ", ".join(map(str, line_key))
+            axes.plot(places, means, marker=marker, ms=4, color=colour, label=label)
         if "x" in log:
             axes.set_xscale("log", base=base)
             axes.tick_params("x", which="both", labelrotation=45)
         if "y" in log:
             axes.set_yscale("log")
         axes.set(xlabel=x, ylabel=y)
-    if lines != [()]:
-        named = {
-            name: mark
-            for axes in grid
-            for mark, name in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        across = min(len(named), columns, 2 * len(grid))
+    if line_keys != [()]:
+        handles = {}
+        for axes in grid:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles[label] = handle
+        across = min(len(handles), columns, 2 * len(grid))
         place = {"loc": "outside lower center", "ncols": across}
-        figure.legend([*named.values()], [*named], fontsize="small", **place)
+        figure.legend([*handles.values()], [*handles], fontsize="small", **place)
     return figure
 
 
-def _mean(found: Sequence[float], geometric: bool) -> float:
-    return math.exp(fmean(map(math.log, found))) if geometric else fmean(found)
+def _keys(rows: Sequence[Row], names: Sequence[str]) -> list[tuple[Any, ...]]:
+    """The combinations of values of `names`, in the order in which they come first."""
+    return list(dict.fromkeys(tuple(row[name] for name in names) for row in rows))
+
+
+def _colours(line_keys: Sequence[tuple[Any, ...]]) -> list[tuple[float, float, float, float]]:
+    """A shade for each line: along a scale where the lines are numbers, else as different as can
+    be."""
+    count = len(line_keys)
+    if all(isinstance(key[-1], int | float) for key in line_keys if key):
+        return [colormaps["viridis"](0.9 * n / max(1, count - 1)) for n in range(count)]
+    # tab20 alternates dark and light: ten dark shades come first
+    return [colormaps["tab20"]((2 * n + n // 10) % 20) for n in range(count)]
+
+
+def _mean(heights: Sequence[float], *, geometric: bool) -> float:
+    if geometric:
+        return math.exp(fmean(map(math.log, heights)))
+    return fmean(heights)
 
 
 def rates(

@@ -62,13 +62,14 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, causal: bool, heads: int | None) -> None:
         super().__init__()
-        self.causal, inner = causal, HEAD * heads if heads else width
-        self.c_attn = nn.Linear(width, 3 * inner, bias=False)
-        self.c_proj = nn.Linear(inner, width, bias=False)
+        heads_width = HEAD * heads if heads else width
+        self.causal = causal
+        self.c_attn = nn.Linear(width, 3 * heads_width, bias=False)
+        self.c_proj = nn.Linear(heads_width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
-        # (batch, heads, tokens, HEAD)
-        q, k, v = self.c_attn(x).unflatten(-1, (3, -1, HEAD)).permute(2, 0, 3, 1, 4)
+        qkv = self.c_attn(x).unflatten(-1, (3, -1, HEAD))  # (batch, tokens, 3, heads, HEAD)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (batch, heads, tokens, HEAD)
         # muP: not 1 / sqrt
         y = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal, scale=1 / HEAD)
         return self.c_proj(y.transpose(1, 2).flatten(2))
@@ -87,8 +88,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, width: int, causal: bool, heads: int | None) -> None:
         super().__init__()
-        self.ln_1, self.attn = nn.LayerNorm(width, bias=False), Attention(width, causal, heads)
-        self.ln_2, self.mlp = nn.LayerNorm(width, bias=False), MLP(width)
+        self.ln_1 = nn.LayerNorm(width, bias=False)
+        self.attn = Attention(width, causal, heads)
+        self.ln_2 = nn.LayerNorm(width, bias=False)
+        self.mlp = MLP(width)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.ln_1(x))
@@ -102,11 +105,14 @@ class GPT(nn.Module):
         self, vocabulary: int, context: int, width: int, depth: int, heads: int | None = None
     ) -> None:
         super().__init__()
-        self.wte, self.wpe = nn.Embedding(vocabulary, width), nn.Embedding(context, width)
+        self.wte = nn.Embedding(vocabulary, width)
+        self.wpe = nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, True, heads) for _ in range(depth)))
         self.ln_f = nn.LayerNorm(width, bias=False)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         initialise(self, embedding=0.2)
+        # Positions start as sines and cosines at width / 2 frequencies, from 1 down to
+        # 1 / (2 context); sqrt(2) gives them unit mean square. `waves` is (context, width).
         frequencies = (2 * context) ** -(torch.arange(0, width, 2) / width)
         angles = torch.arange(context)[:, None] * frequencies
         waves = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
@@ -136,8 +142,9 @@ class ViT(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         # (batch, patches, channels * patch * patch)
         patches = F.unfold(images, self.patch, stride=self.patch).mT
-        x = self.patch_embedding(patches) + self.position.weight
-        return self.head(self.ln_f(self.blocks(x)).mean(1))
+        x = self.patch_embedding(patches) + self.position.weight  # (batch, patches, width)
+        features = self.ln_f(self.blocks(x))
+        return self.head(features.mean(1))
 
 
 @torch.no_grad()
@@ -149,9 +156,10 @@ def initialise(model: nn.Module, *, embedding: float) -> None:
         embedding: standard deviation of embeddings, the same at every width.
     """
     for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            zero = name.endswith(("head", "c_proj"))
-            module.weight.zero_() if zero else module.weight.normal_(0, module.in_features**-0.5)
+        if isinstance(module, nn.Linear) and name.endswith(("head", "c_proj")):
+            module.weight.zero_()
+        elif isinstance(module, nn.Linear):
+            module.weight.normal_(0, module.in_features**-0.5)
         elif isinstance(module, nn.Embedding):
             module.weight.normal_(0, embedding)
 

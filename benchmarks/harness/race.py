@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import chain
 from math import ceil, inf
 from platform import libc_ver
 from typing import Any, Generic
@@ -67,8 +68,8 @@ class Times(Generic[Key]):
     @property
     def reference(self) -> list[float]:
         """The mean of the first and the last of each round."""
-        first, *_, last = self.seconds.values()
-        return [sum(pair) / 2 for pair in zip(first, last, strict=True)]
+        opening, *_, closing = self.seconds.values()
+        return [sum(pair) / 2 for pair in zip(opening, closing, strict=True)]
 
     def row(self, key: Key) -> Row:
         return {"rounds": len(self.seconds[key]), "ms": self.ms(key), "error": self.errors[key]}
@@ -105,18 +106,23 @@ def race(
         ArithmeticError: a variant is wrong; nothing is timed then.
     """
     until = heat.until()
-    found = {key: error() for key, error in (errors or {}).items()}
-    for key, off in found.items():
-        if not off < tolerance:
-            raise ArithmeticError(f"{key}: relative error {off:.1e}, not below {tolerance:.0e}")
-    first = next(iter(works))
-    turns = dict(works) if last is None else {**works, last: works[first]}
-    if last is not None and first in found:
-        found[last] = found[first]
-    calls = {
-        key: ceil(least / timing.wall(work, heat.device)) if least else 1
-        for key, work in turns.items()
-    }
+    measured_errors = {key: measure_error() for key, measure_error in (errors or {}).items()}
+    for key, error in measured_errors.items():
+        if not error < tolerance:
+            raise ArithmeticError(f"{key}: relative error {error:.1e}, not below {tolerance:.0e}")
+
+    turns = dict(works)
+    if last is not None:
+        reference = next(iter(works))
+        turns[last] = works[reference]
+        if reference in measured_errors:
+            measured_errors[last] = measured_errors[reference]
+
+    # a sample of `least` seconds is as many calls back to back as one call's time asks for
+    calls = dict.fromkeys(turns, 1)
+    if least:
+        for key, work in turns.items():
+            calls[key] = ceil(least / timing.wall(work, heat.device))
     times = timing.interleaved(
         {key: partial(_repeat, work, calls[key]) for key, work in turns.items()},
         lambda work: clock(work, heat.device),
@@ -124,8 +130,10 @@ def race(
         until=until,
         end=heat.end,
     )
-    seconds = {key: [total / calls[key] for total in totals] for key, totals in times.items()}
-    return Times(seconds, found)
+    seconds_per_call = {}
+    for key, samples in times.items():
+        seconds_per_call[key] = [sample / calls[key] for sample in samples]
+    return Times(seconds_per_call, measured_errors)
 
 
 def _repeat(work: Work, count: int) -> None:
@@ -174,31 +182,44 @@ class Variant:
         The pass has full size, on memory poisoned with NaN. The output's gradient is zero outside
         the sample, so that the parameters' gradients are the sample's alone.
         """
-        x, dy, backward = self.x, torch.zeros_like(self.dy), self.x.requires_grad
+        x = self.x
+        has_backward = x.requires_grad
         count = min(len(x), ORACLE_TOKENS)
         sample = torch.linspace(0, len(x) - 1, count, device=x.device).round().long()
+        dy = torch.zeros_like(self.dy)
         dy[sample] = self.dy[sample]
+
         # What is compiled takes its memory past torch's allocations, and would be compiled anew
         # for the poisoned mode
         poisoned = nullcontext() if self.implementation == "compiled" else timing.poisoned()
-        with poisoned, torch.set_grad_enabled(backward):
+        with poisoned, torch.set_grad_enabled(has_backward):
             y = self.run(x)
-            gradients = torch.autograd.grad(y, [x, *self.parameters], dy) if backward else ()
+            gradients: Sequence[Tensor] = ()
+            if has_backward:
+                gradients = torch.autograd.grad(y, [x, *self.parameters], dy)
         if not all(torch.isfinite(tensor).all() for tensor in (y, *gradients)):
             return inf
-        wide = [
-            tensor.detach().double().requires_grad_(backward)
+
+        # The oracle computes the sampled tokens alone, in float64: x_64 (sample, in_features).
+        x_64, *parameters_64 = [
+            tensor.detach().double().requires_grad_(has_backward)
             for tensor in (x[sample], *self.parameters)
         ]
-        wanted = self.oracle(self.structure, wide[1:], wide[0])
-        pairs = [(y[sample], wanted)]
-        if backward:
-            found = (gradients[0][sample], *gradients[1:])
-            pairs += zip(found, torch.autograd.grad(wanted, wide, dy[sample].double()), strict=True)
+        y_64 = self.oracle(self.structure, parameters_64, x_64)
+        results = [y[sample]]
+        expected = [y_64]
+        if has_backward:
+            dx, *parameter_gradients = gradients
+            results += [dx[sample], *parameter_gradients]
+            dy_64 = dy[sample].double()
+            expected += torch.autograd.grad(y_64, [x_64, *parameters_64], dy_64)
+
         # The gradient of a gain is a sum of a million numbers that nearly cancel: bfloat16 has no
         # digits of it
         return max(
-            timing.relative_error(*pair) for pair in pairs if pair[1].numel() > LEAST_NUMBERS
+            timing.relative_error(result, oracle)
+            for result, oracle in zip(results, expected, strict=True)
+            if oracle.numel() > LEAST_NUMBERS
         )
 
 
@@ -251,15 +272,15 @@ class Bench(Shown):
         torch.manual_seed(0)
         ceilings = self._ceilings(options)
         if ceilings:
-            result["ceilings"] = {dtype: asdict(found) for dtype, found in ceilings.items()}
+            result["ceilings"] = {dtype: asdict(limits) for dtype, limits in ceilings.items()}
         result |= self.beside(options.smoke)
-        place = "_gpu" if options.device == "cuda" else ""
-        path = result_path(options, self.name + place)
+        suffix = "_gpu" if options.device == "cuda" else ""
+        path = result_path(options, self.name + suffix)
         heats: list[list[Row]] = []
         for rows in self._heats(options, end, ceilings):
             print(*(json.dumps(row, allow_nan=False) for row in rows), sep="\n", flush=True)
             heats.append(rows)
-            result["rows"] = [row for rows in heats for row in rows]
+            result["rows"] = [*chain.from_iterable(heats)]
             if path:
                 save_json(path, **result)
         for table in filter(None, map(self.table, heats)):
@@ -272,42 +293,46 @@ class Bench(Shown):
         self, options: argparse.Namespace, end: float, ceilings: Mapping[str, Ceilings]
     ) -> Iterator[list[Row]]:
         """The rows of each job that fits."""
-        device, done = options.device, list[list[Row]]()
-        todo = self.jobs(device, options.smoke)
-        for n, job in enumerate(todo):
-            if end - time.perf_counter() < self.least(job, device, done):
+        device = options.device
+        rounds = (2, 2) if options.smoke else self.rounds
+        jobs = self.jobs(device, options.smoke)
+        heats: list[list[Row]] = []
+        for n, job in enumerate(jobs):
+            if end - time.perf_counter() < self.least(job, device, heats):
                 print(f"# left out: {job.title}")
                 continue
-            rounds = (2, 2) if options.smoke else self.rounds
-            weight, *others = (self.weight(each, device) for each in todo[n:])
+            weight, *later_weights = [self.weight(later, device) for later in jobs[n:]]
+            share = weight / (weight + sum(later_weights))
             limits = ceilings.get(self.ceilings(job) or "")
-            heat = Heat(device, rounds, end, weight / (weight + sum(others)), limits)
-            done.append(self.measure(job, heat))
-            yield done[-1]
+            rows = self.measure(job, Heat(device, rounds, end, share, limits))
+            heats.append(rows)
+            yield rows
 
     def _parser(self) -> argparse.ArgumentParser:
-        found = parser(self.about, workers=None)
-        found.add_argument("--budget", type=float, default=self.budget, help="seconds")
-        cuda = "cuda" in self.devices and torch.cuda.is_available()
-        default = "cuda" if cuda else self.devices[0]
-        found.add_argument("--device", choices=self.devices, default=default)
-        return found
+        options = parser(self.about, workers=None)
+        options.add_argument("--budget", type=float, default=self.budget, help="seconds")
+        has_gpu = "cuda" in self.devices and torch.cuda.is_available()
+        default = "cuda" if has_gpu else self.devices[0]
+        options.add_argument("--device", choices=self.devices, default=default)
+        return options
 
     def _setting(self, options: argparse.Namespace) -> Row:
         device = options.device
-        found = {"device": device, "threads": torch.get_num_threads(), "budget": options.budget}
+        setting = {"device": device, "threads": torch.get_num_threads(), "budget": options.budget}
         if device == "cpu":
-            kept = self.keeps_pages and timing.keep_pages()
-            default = f"{libc_ver()[0] or 'libc'}'s default"
-            found["allocator"] = "keeps freed pages" if kept else default
-        return found | self.setting(device, options.smoke)
+            if self.keeps_pages and timing.keep_pages():
+                setting["allocator"] = "keeps freed pages"
+            else:
+                setting["allocator"] = f"{libc_ver()[0] or 'libc'}'s default"
+        return setting | self.setting(device, options.smoke)
 
     def _ceilings(self, options: argparse.Namespace) -> dict[str, Ceilings]:
-        device, smoke = options.device, options.smoke
-        wanted = map(self.ceilings, self.jobs(device, smoke))
-        dtypes = dict.fromkeys(dtype for dtype in wanted if dtype)
-        found = {d: timing.ceilings(device, getattr(torch, d), smoke=smoke) for d in dtypes}
-        for dtype, each in found.items():
-            rates = f"{each.rate / 1e12:.3g} TFLOP/s, {each.bandwidth / 1e9:.3g} GB/s"
-            print(f"# ceilings, {dtype}: {rates}, {1e6 * each.call:.3g} us a call")
-        return found
+        device = options.device
+        dtypes = dict.fromkeys(map(self.ceilings, self.jobs(device, options.smoke)))
+        ceilings = {}
+        for dtype in filter(None, dtypes):
+            limits = timing.ceilings(device, getattr(torch, dtype), smoke=options.smoke)
+            ceilings[dtype] = limits
+            rates = f"{limits.rate / 1e12:.3g} TFLOP/s, {limits.bandwidth / 1e9:.3g} GB/s"
+            print(f"# ceilings, {dtype}: {rates}, {1e6 * limits.call:.3g} us a call")
+        return ceilings

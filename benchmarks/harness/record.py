@@ -21,13 +21,15 @@ RESULTS = Path(__file__).parents[1] / "results"
 
 def environment() -> dict[str, Any]:
     """Machine, versions, command and day of this run."""
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     program = f"python -m {spec.name}" if spec else f"python {sys.argv[0]}"
+    machine = f"{_cpu()}, {os.cpu_count()} cores"
+    if torch.cuda.is_available():
+        machine += f", {torch.cuda.get_device_name()}"
     return {
         "command": shlex.join([*program.split(), *without_out(sys.argv[1:])]),
         "date": date.today().isoformat(),
-        "machine": f"{_cpu()}, {os.cpu_count()} cores" + (f", {gpu}" if gpu else ""),
+        "machine": machine,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "structlin": structlin.__version__,
@@ -40,9 +42,13 @@ def without_out(arguments: Sequence[str]) -> list[str]:
     >>> without_out(["--keeps", "0.5", "--out", "here", "--smoke"]), without_out(["--out=here"])
     (['--keeps', '0.5', '--smoke'], [])
     """
-    before = ["", *arguments]
-    pairs = zip(before, arguments, strict=False)
-    return [each for last, each in pairs if last != "--out" and not each.startswith("--out")]
+    remaining = []
+    is_folder = False
+    for argument in arguments:
+        if not is_folder and not argument.startswith("--out"):
+            remaining.append(argument)
+        is_folder = argument == "--out"
+    return remaining
 
 
 def save_json(path: Path, **content: Any) -> None:
@@ -63,7 +69,8 @@ def to_text(content: Any) -> str:
     {"lr":2,"loss":1}]}
     """
     if isinstance(content, Mapping):
-        return "{" + ",\n".join(f"{to_text(str(k))}:{to_text(v)}" for k, v in content.items()) + "}"
+        entries = [f"{to_text(str(key))}:{to_text(value)}" for key, value in content.items()]
+        return "{" + ",\n".join(entries) + "}"
     compact = partial(json.dumps, separators=(",", ":"), allow_nan=False)
     if isinstance(content, Sequence) and content and isinstance(content[0], Mapping):
         return "[\n" + ",\n".join(map(compact, content)) + "]"
@@ -78,13 +85,8 @@ def read(name: str) -> dict[str, Any]:
 
 def _cpu() -> str:
     info = Path("/proc/cpuinfo")
-    names = (
-        [
-            line.split(":")[1].strip()
-            for line in info.read_text().splitlines()
-            if "model name" in line
-        ]
-        if info.exists()
-        else []
-    )
-    return names[0] if names else platform.processor()
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if "model name" in line:
+                return line.split(":")[1].strip()
+    return platform.processor()

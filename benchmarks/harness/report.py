@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import date
+from itertools import chain
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -12,37 +13,39 @@ from rich.table import Table
 Estimate = Mapping[str, float]  # "value", and the ends of its 95 % interval
 
 
-def interval(found: Estimate, digits: int, of: Callable[[float], float]) -> str:
-    """An estimate with the ends of its interval, `of` each.
+def interval(estimate: Estimate, digits: int, convert: Callable[[float], float]) -> str:
+    """An estimate with the ends of its interval, after `convert` of each number.
 
     >>> interval({"value": 0.25, "low": 0.2, "high": 0.3}, 1, lambda share: 100 * share)
     '25.0 (20.0 to 30.0)'
     """
-    value, low, high = (f"{of(found[key]):.{digits}f}" for key in ("value", "low", "high"))
-    return f"{value} ({low} to {high})"
+    value = convert(estimate["value"])
+    low = convert(estimate["low"])
+    high = convert(estimate["high"])
+    return f"{value:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
 
 
-def number(found: Estimate, digits: int = 2) -> str:
+def number(estimate: Estimate, digits: int = 2) -> str:
     """An estimate as it is.
 
     >>> number({"value": 0.25, "low": 0.2, "high": 0.3})
     '0.25 (0.20 to 0.30)'
     """
-    return interval(found, digits, lambda value: value)
+    return interval(estimate, digits, lambda value: value)
 
 
-def factor(found: Estimate, digits: int = 2) -> str:
+def factor(estimate: Estimate, digits: int = 2) -> str:
     """The estimate of a logarithm, as a factor."""
-    return interval(found, digits, math.exp)
+    return interval(estimate, digits, math.exp)
 
 
-def listed(found: Mapping[str, Estimate], show: Callable[[Estimate], str] = factor) -> str:
+def listed(estimates: Mapping[str, Estimate], show: Callable[[Estimate], str] = factor) -> str:
     """Estimates with their names.
 
     >>> listed({"BTT": {"value": 0, "low": 0, "high": 0}}, number)
     '0.00 (0.00 to 0.00) (BTT)'
     """
-    return ", ".join(f"{show(each)} ({name})" for name, each in found.items())
+    return ", ".join(f"{show(estimate)} ({name})" for name, estimate in estimates.items())
 
 
 def percent(share: float, digits: int = 0) -> str:
@@ -55,8 +58,10 @@ def least_and_most(prefix: str, values: Iterable[float], form: str) -> dict[str,
     >>> least_and_most("main.share_", [2, 1, 3], ".1f")
     {'main.share_least': '1.0', 'main.share_most': '3.0'}
     """
-    found = list(values)
-    return {f"{prefix}least": format(min(found), form), f"{prefix}most": format(max(found), form)}
+    numbers = list(values)
+    least = min(numbers)
+    most = max(numbers)
+    return {f"{prefix}least": format(least, form), f"{prefix}most": format(most, form)}
 
 
 def day(result: Mapping[str, Any]) -> str:
@@ -88,7 +93,7 @@ def rate(lr: float) -> str:
 
 def without_rows(result: Mapping[str, Any]) -> list[Pretty]:
     """Everything in a result but its rows."""
-    return [Pretty({name: found for name, found in result.items() if name != "rows"})]
+    return [Pretty({name: content for name, content in result.items() if name != "rows"})]
 
 
 def grid(title: str, rows: Sequence[Mapping[str, str]], names: int = 1) -> Table:
@@ -98,23 +103,22 @@ def grid(title: str, rows: Sequence[Mapping[str, str]], names: int = 1) -> Table
     >>> [list(column.cells) for column in grid("", [{"x": "a"}, {"x": "b", "ms": "1"}]).columns]
     [['a', 'b'], ['', '1']]
     """
-    shown = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    grid_table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    columns = list(dict.fromkeys(chain.from_iterable(rows)))
     for n, column in enumerate(columns):
-        shown.add_column(column, justify="left" if n < names else "right", no_wrap=True)
+        grid_table.add_column(column, justify="left" if n < names else "right", no_wrap=True)
     for row in rows:
-        shown.add_row(*(row.get(column, "") for column in columns))
-    return shown
+        grid_table.add_row(*(row.get(column, "") for column in columns))
+    return grid_table
 
 
-def with_spread(found: Mapping[str, float], digits: str) -> str:
+def with_spread(spread: Mapping[str, float], digits: str) -> str:
     """A median and its percentiles.
 
     >>> with_spread({"median": 2.0, "p20": 1.0, "p80": 2.5}, ".1f")
     '2.0 (1.0-2.5)'
     """
-    median, low, high = (f"{found[key]:{digits}}" for key in ("median", "p20", "p80"))
-    return f"{median} ({low}-{high})"
+    return f"{spread['median']:{digits}} ({spread['p20']:{digits}}-{spread['p80']:{digits}})"
 
 
 # ---- in a page -----------------------------------------------------------------------------------
@@ -122,8 +126,9 @@ def with_spread(found: Mapping[str, float], digits: str) -> str:
 
 def table(titles: list[str], rows: list[list[str]]) -> str:
     """Markdown; the first column is text, the others are numbers."""
-    lines = [f"| {' | '.join(line)} |" for line in (titles, *rows)]
-    return "\n".join([lines[0], "|---|" + "--:|" * (len(titles) - 1), *lines[1:]])
+    head, *body = [f"| {' | '.join(cells)} |" for cells in (titles, *rows)]
+    rule = "|---|" + "--:|" * (len(titles) - 1)
+    return "\n".join([head, rule, *body])
 
 
 def pivot(cells: Mapping[tuple[str, str], str], columns: Sequence[str] = ()) -> str:
@@ -135,7 +140,9 @@ def pivot(cells: Mapping[tuple[str, str], str], columns: Sequence[str] = ()) -> 
     | dense | 9 ms | - |
     | BTT | - | 2x |
     """
-    lines, found = (dict.fromkeys(names) for names in zip(*cells, strict=True))
-    titles = list(columns or found)
-    rows = [[line, *(cells.get((line, title), "-") for title in titles)] for line in lines]
+    lines = dict.fromkeys(line for line, _ in cells)
+    titles = list(columns or dict.fromkeys(column for _, column in cells))
+    rows = []
+    for line in lines:
+        rows.append([line, *(cells.get((line, title), "-") for title in titles)])
     return table(["", *titles], rows)

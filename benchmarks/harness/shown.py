@@ -29,10 +29,16 @@ class Claim:
 
     def verdict(self, result: Row) -> dict[str, str]:
         """As verdicts.json has it."""
-        holds, found = self.test(result)
-        verdict = judge(*holds) + (f" ({self.runs})" if self.runs else "")
-        said = {"where": self.where, "claim": self.words}
-        return said | {"verdict": verdict, "found": found}
+        holds, deciding_numbers = self.test(result)
+        verdict = judge(*holds)
+        if self.runs:
+            verdict += f" ({self.runs})"
+        return {
+            "where": self.where,
+            "claim": self.words,
+            "verdict": verdict,
+            "found": deciding_numbers,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,8 +27,8 @@ def select(rows: Iterable[dict[str, Any]], **wanted: Any) -> list[dict[str, Any]
 
 def one(rows: Iterable[dict[str, Any]], **wanted: Any) -> dict[str, Any]:
     """The only row that has what is `wanted`."""
-    (found,) = select(rows, **wanted)
-    return found
+    (row,) = select(rows, **wanted)
+    return row
 
 
 def values(rows: Iterable[Row], key: str) -> list[Any]:
@@ -54,8 +54,8 @@ def student(values: Sequence[float]) -> Estimate:
     Raises:
         ValueError: fewer than two values.
 
-    >>> found = student([1.0, 2.0, 3.0])
-    >>> [round(found[key], 2) for key in ("value", "low", "high")]
+    >>> estimate = student([1.0, 2.0, 3.0])
+    >>> [round(estimate[key], 2) for key in ("value", "low", "high")]
     [2.0, -0.48, 4.48]
     """
     from scipy.stats import t
@@ -70,9 +70,9 @@ def student(values: Sequence[float]) -> Estimate:
 def bootstrap(statistic: Callable[[Sequence[int]], float], seeds: Sequence[int]) -> Estimate:
     """`statistic` of all seeds, and the ends of its 95 % interval over draws of the seeds."""
     draw = random.Random(0)
-    drawn = sorted(statistic(draw.choices(seeds, k=len(seeds))) for _ in range(RESAMPLES))
-    low, high = drawn[RESAMPLES // 40], drawn[-1 - RESAMPLES // 40]
-    return {"value": statistic(seeds), "low": low, "high": high}
+    resampled = sorted(statistic(draw.choices(seeds, k=len(seeds))) for _ in range(RESAMPLES))
+    tail = RESAMPLES // 40  # 2.5 % of the draws lie beyond each end
+    return {"value": statistic(seeds), "low": resampled[tail], "high": resampled[-1 - tail]}
 
 
 def differences(first: Sequence[float], second: Sequence[float]) -> Estimate:
@@ -83,34 +83,44 @@ def differences(first: Sequence[float], second: Sequence[float]) -> Estimate:
 # ---- verdicts: the only way to say whether a claim holds -----------------------------------------
 
 
-def below(found: Estimate, limit: float = 0.0) -> bool | None:
+def below(estimate: Estimate, limit: float = 0.0) -> bool | None:
     """Whether what was measured is below `limit`; None where the interval holds both.
 
     >>> [below({"value": v, "low": v - 1, "high": v + 1}) for v in (-2, 0, 2)]
     [True, None, False]
     """
-    return True if found["high"] < limit else False if found["low"] >= limit else None
+    if estimate["high"] < limit:
+        return True
+    if estimate["low"] >= limit:
+        return False
+    return None
 
 
-def above(found: Estimate, limit: float = 0.0) -> bool | None:
+def above(estimate: Estimate, limit: float = 0.0) -> bool | None:
     """Whether what was measured is above `limit`; None where the interval holds both.
 
     >>> [above({"value": v, "low": v - 1, "high": v + 1}) for v in (-2, 0, 2)]
     [False, None, True]
     """
-    return True if found["low"] > limit else False if found["high"] <= limit else None
+    if estimate["low"] > limit:
+        return True
+    if estimate["high"] <= limit:
+        return False
+    return None
 
 
-def within(found: Estimate, limit: float) -> bool | None:
+def within(estimate: Estimate, limit: float) -> bool | None:
     """Whether what was measured lies between -`limit` and `limit`; None where the interval holds
     values of both kinds.
 
     >>> [within({"value": v, "low": v - 1, "high": v + 1}, 2.5) for v in (-1, 2, 5)]
     [True, None, False]
     """
-    if found["low"] > limit or found["high"] < -limit:
+    if estimate["low"] > limit or estimate["high"] < -limit:
         return False
-    return True if -limit <= found["low"] and found["high"] <= limit else None
+    if -limit <= estimate["low"] and estimate["high"] <= limit:
+        return True
+    return None
 
 
 def judge(*holds: bool | None) -> str:
@@ -121,13 +131,13 @@ def judge(*holds: bool | None) -> str:
     >>> judge(None, None), judge(False, None), judge(False, False)
     ('undecided', '**no**, in part undecided', '**no**')
     """
-    found = set(holds)
-    if found == {True}:
+    answers = set(holds)
+    if answers == {True}:
         return "yes"
-    if True in found:
-        return "in part" if False in found else "in part, else undecided"
-    if False in found:
-        return "**no**, in part undecided" if None in found else "**no**"
+    if True in answers:
+        return "in part" if False in answers else "in part, else undecided"
+    if False in answers:
+        return "**no**, in part undecided" if None in answers else "**no**"
     return "undecided"
 
 
@@ -141,21 +151,21 @@ def curve_of_rates(rows: Iterable[Row], of: str = "loss") -> dict[float, float]:
         rows: of one method and size.
         of: the loss's name in them.
     """
-    logs: dict[float, list[float]] = defaultdict(list)
+    logs_by_rate: dict[float, list[float]] = defaultdict(list)
     for row in rows:
-        logs[row["lr"]].append(log_loss(row, of))
-    return {lr: math.exp(sum(found) / len(found)) for lr, found in sorted(logs.items())}
+        logs_by_rate[row["lr"]].append(log_loss(row, of))
+    return {lr: math.exp(sum(logs) / len(logs)) for lr, logs in sorted(logs_by_rate.items())}
 
 
 def losses(
     rows: Iterable[Row], by: Sequence[str] = ("method", "size")
 ) -> dict[tuple[Any, ...], dict[float, float]]:
     """The values of `by` -> `curve_of_rates`, sorted by the second of them."""
-    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
-        found[tuple(row[name] for name in by)].append(row)
-    ordered = sorted(found.items(), key=lambda item: item[0][1])
-    return {key: curve_of_rates(members) for key, members in ordered}
+        groups[tuple(row[name] for name in by)].append(row)
+    ordered_keys = sorted(groups, key=lambda key: key[1])
+    return {key: curve_of_rates(groups[key]) for key in ordered_keys}
 
 
 def best(curve: Mapping[float, float]) -> float:
@@ -190,7 +200,7 @@ def tuned(rows: Iterable[Row], of: str = "loss") -> dict[str, Any]:
 
 
 def log_ratios(first: Row, second: Row) -> list[float]:
-    """Of two results of `tuned`, for each seed, the log of the first's loss over the second's."""
+    """For each seed of two results of `tuned`: the log of the first's loss over the second's."""
     return [first["logs"][seed] - second["logs"][seed] for seed in sorted(second["logs"])]
 
 
@@ -206,13 +216,18 @@ def optimum(curve: Mapping[float, float]) -> float:
     rates = list(curve)
     n = rates.index(best(curve))
     centre = math.log2(rates[n])
-    if not 0 < n < len(rates) - 1:
+    has_both_neighbours = 0 < n < len(rates) - 1
+    if not has_both_neighbours:
         return centre
+
+    # On rates one step apart the parabola through left, middle, right has the second difference
+    # `bend`, and its vertex lies (left - right) / (2 bend) steps from the middle.
     left, middle, right = (math.log(curve[rate]) for rate in rates[n - 1 : n + 2])
     bend = left - 2 * middle + right
     if not (math.isfinite(bend) and bend > 0):
         return centre
-    return centre + (left - right) / (2 * bend) * (math.log2(rates[n + 1]) - centre)
+    step = math.log2(rates[n + 1]) - centre
+    return centre + (left - right) / (2 * bend) * step
 
 
 def transfer(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
@@ -226,18 +241,19 @@ def transfer(rows: Iterable[Row]) -> dict[str, dict[str, Any]]:
     curves: dict[str, dict[int, dict[float, float]]] = defaultdict(dict)
     for (method, size), curve in losses(rows).items():
         curves[method][size] = curve
-    found = {}
+    transfers = {}
     for method, by_size in curves.items():
         optima = {size: optimum(curve) for size, curve in by_size.items()}
-        smallest, largest = by_size[min(by_size)], by_size[max(by_size)]
-        moved = largest.get(best(smallest), math.inf) / largest[best(largest)]
-        found[method] = {
+        smallest = by_size[min(by_size)]
+        largest = by_size[max(by_size)]
+        cost = largest.get(best(smallest), math.inf) / largest[best(largest)]
+        transfers[method] = {
             "drift": slope([math.log2(size) for size in optima], list(optima.values())),
-            "cost": moved if math.isfinite(moved) else None,
+            "cost": cost if math.isfinite(cost) else None,
             "optima": optima,
             "losses": {size: curve[best(curve)] for size, curve in by_size.items()},
         }
-    return found
+    return transfers
 
 
 def moved_by_seed(rows: Sequence[Row]) -> list[float]:
@@ -250,9 +266,12 @@ def moved_by_seed(rows: Sequence[Row]) -> list[float]:
 
 
 def curves_by_seed(rows: Sequence[Row]) -> list[dict[int, dict[float, float]]]:
-    """Of one method's rows: size -> lr -> loss, for each seed."""
-    found = (losses(row for row in rows if row["seed"] == seed) for seed in seeds_of(rows))
-    return [{size: curve for (_, size), curve in each.items()} for each in found]
+    """One method's size -> lr -> loss, for each seed."""
+    by_seed = []
+    for seed in seeds_of(rows):
+        curves = losses(row for row in rows if row["seed"] == seed)
+        by_seed.append({size: curve for (_, size), curve in curves.items()})
+    return by_seed
 
 
 def shifts(rows: Sequence[dict[str, Any]], base_width: int) -> dict[str, Any]:
@@ -263,52 +282,64 @@ def shifts(rows: Sequence[dict[str, Any]], base_width: int) -> dict[str, Any]:
     then that of a dense model which has it too.
     """
     curves = losses(rows, by=("structure", "width", "rule"))
-    references = {
-        rule.partition(",")[2]: best(curve)
+    reference_lrs = {
+        shared_part(rule): best(curve)
         for (structure, width, rule), curve in curves.items()
         if (structure, width) == ("dense", base_width)
     }
-    table = [
-        {
-            "structure": structure,
-            "width": width,
-            "rule": rule,
-            "best_lr": best(curve),
-            "shift": math.log2(best(curve) / reference),
-            "best_loss": curve[best(curve)],
-            "loss_at_reference_lr": curve[reference] if math.isfinite(curve[reference]) else None,
-        }
-        for (structure, width, rule), curve in curves.items()
-        for reference in [references[rule.partition(",")[2]]]
-    ]
-    moved = {
-        rule: [abs(row["shift"]) for row in select(table, rule=rule) if row["structure"] != "dense"]
-        for rule in values(table, "rule")
-    }
+
+    table = []
+    for (structure, width, rule), curve in curves.items():
+        reference_lr = reference_lrs[shared_part(rule)]
+        reference_loss = curve[reference_lr]
+        table.append(
+            {
+                "structure": structure,
+                "width": width,
+                "rule": rule,
+                "best_lr": best(curve),
+                "shift": math.log2(best(curve) / reference_lr),
+                "best_loss": curve[best(curve)],
+                "loss_at_reference_lr": reference_loss if math.isfinite(reference_loss) else None,
+            }
+        )
+
+    moves_by_rule: dict[str, list[float]] = {rule: [] for rule in values(table, "rule")}
+    for row in table:
+        if row["structure"] != "dense":
+            moves_by_rule[row["rule"]].append(abs(row["shift"]))
     return {
-        "reference_lr": references[""],
-        "mean_shift": {rule: sum(found) / len(found) for rule, found in moved.items()},
-        "largest_shift": {rule: max(found) for rule, found in moved.items()},
+        "reference_lr": reference_lrs[""],
+        "mean_shift": {rule: sum(moves) / len(moves) for rule, moves in moves_by_rule.items()},
+        "largest_shift": {rule: max(moves) for rule, moves in moves_by_rule.items()},
         "table": table,
     }
+
+
+def shared_part(rule: str) -> str:
+    """What a rule says after its comma, which dense models have as well.
+
+    >>> shared_part("aware, normed"), shared_part("naive")
+    (' normed', '')
+    """
+    return rule.partition(",")[2]
 
 
 # ---- power laws ----------------------------------------------------------------------------------
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
-    """Of the least-squares line; 0 for a single point.
+    """The slope of the least-squares line; 0 for a single point.
 
     >>> slope([0, 1, 2], [1, 3, 5])
     2.0
     """
-    centre, level = sum(x) / len(x), sum(y) / len(y)
-    spread = sum((a - centre) ** 2 for a in x)
-    return (
-        sum((a - centre) * (b - level) for a, b in zip(x, y, strict=True)) / spread
-        if spread
-        else 0.0
-    )
+    mean_x = sum(x) / len(x)
+    mean_y = sum(y) / len(y)
+    spread = sum((x_n - mean_x) ** 2 for x_n in x)
+    if not spread:
+        return 0.0
+    return sum((x_n - mean_x) * (y_n - mean_y) for x_n, y_n in zip(x, y, strict=True)) / spread
 
 
 def curve_of(rows: Iterable[Row], seeds: Sequence[int], flops: str = "flops") -> Curve:
@@ -324,18 +355,18 @@ def curve_of(rows: Iterable[Row], seeds: Sequence[int], flops: str = "flops") ->
     for row in rows:
         by_width[row["width"]][row["lr"]][row["seed"]] = log_loss(row)
         costs[row["width"]] = math.log(row[flops])
-    found = {
-        width: min(rates.values(), key=lambda logs: fmean(logs.values()))
-        for width, rates in by_width.items()
-    }
-    return sorted(
-        (costs[width], fmean(logs[seed] for seed in seeds)) for width, logs in found.items()
-    )
+
+    curve = []
+    for width, logs_by_rate in by_width.items():
+        best_logs = min(logs_by_rate.values(), key=lambda logs: fmean(logs.values()))
+        curve.append((costs[width], fmean(best_logs[seed] for seed in seeds)))
+    return sorted(curve)
 
 
 def exponent(curve: Curve) -> float:
     """a of the power law loss ~ FLOPs^-a, by least squares in logarithms."""
-    return -linear_regression(*zip(*curve, strict=True)).slope
+    log_flops, log_losses = zip(*curve, strict=True)
+    return -linear_regression(log_flops, log_losses).slope
 
 
 def gap(first: Curve, second: Curve, points: int = 33) -> float:
@@ -345,12 +376,14 @@ def gap(first: Curve, second: Curve, points: int = 33) -> float:
     Raises:
         ValueError: there are no FLOPs that both reach.
     """
-    low, high = max(first[0][0], second[0][0]), min(first[-1][0], second[-1][0])
+    low = max(first[0][0], second[0][0])
+    high = min(first[-1][0], second[-1][0])
     if low >= high:
         raise ValueError(
             f"the curves share no FLOPs: one starts at {math.exp(low):.3g}, "
             f"one ends at {math.exp(high):.3g}"
         )
-    at = np.linspace(low, high, points)
-    ours, theirs = (np.interp(at, *zip(*curve, strict=True)) for curve in (first, second))
-    return float((ours - theirs).mean())
+    log_flops = np.linspace(low, high, points)
+    first_losses = np.interp(log_flops, *zip(*first, strict=True))
+    second_losses = np.interp(log_flops, *zip(*second, strict=True))
+    return float((first_losses - second_losses).mean())

@@ -9,7 +9,7 @@ import pydoc_data.topics
 import sysconfig
 from collections.abc import Callable
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from benchmarks.harness import models
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
+TOPICS = pydoc_data.topics.topics  # name -> text
 
 
 class Task(Protocol):
@@ -41,16 +42,23 @@ class Teacher:
     seed to seed.
     """
 
-    inputs, outputs, width = 16, 4, 256
+    inputs = 16
+    outputs = 4
+    width = 256
     loss = staticmethod(F.mse_loss)
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.random = seed, torch.Generator().manual_seed(1_000_003 * seed + 1)
+        self.seed = seed
+        self.random = torch.Generator().manual_seed(1_000_003 * seed + 1)
         widths = (self.inputs, self.width, self.width, self.outputs)
-        self.weights = [self._normal(n, m) * (2 / m) ** 0.5 for m, n in pairwise(widths)]
+        self.weights = [
+            self._normal(fan_out, fan_in) * (2 / fan_in) ** 0.5
+            for fan_in, fan_out in pairwise(widths)
+        ]
         self.biases = [0.5 * self._normal(self.width) for _ in range(2)]
         y = self._raw(self._normal(8192, self.inputs))
-        self.mean, self.std = y.mean(0), y.std(0)
+        self.mean = y.mean(0)
+        self.std = y.std(0)
 
     def batch(self, size: int) -> Batch:
         x = self._normal(size, self.inputs)
@@ -88,20 +96,26 @@ class Digits:
     """Classification of scikit-learn's digits, each time moved by up to a pixel either way and with
     noise added; of all images, or of the "train" three quarters or the "test" quarter."""
 
-    inputs, outputs, noise = 64, 10, 0.5
+    inputs = 64
+    outputs = 10
+    noise = 0.5
     loss = staticmethod(F.cross_entropy)
 
     def __init__(self, seed: int, part: str | None = None) -> None:
-        self.seed, self.random = seed, torch.Generator().manual_seed(1_000_003 * seed + 2)
+        self.seed = seed
+        self.random = torch.Generator().manual_seed(1_000_003 * seed + 2)
         images, self.labels = digits()
         padded = F.pad(images.unflatten(1, (8, 8)), (1, 1, 1, 1), value=images.min().item())
-        self.moved = torch.stack(
-            [padded[:, i : i + 8, j : j + 8].flatten(1) for i in range(3) for j in range(3)]
-        )
+        moved_images = []
+        for down, right in product(range(3), range(3)):
+            window = padded[:, down : down + 8, right : right + 8]
+            moved_images.append(window.flatten(1))
+        self.moved = torch.stack(moved_images)  # (moves, images, pixels)
         if part is not None:
-            held = torch.arange(len(self.labels)) % 4 == 0
-            chosen = held if part == "test" else ~held
-            self.moved, self.labels = self.moved[:, chosen], self.labels[chosen]
+            is_test = torch.arange(len(self.labels)) % 4 == 0
+            is_in_part = is_test if part == "test" else ~is_test
+            self.moved = self.moved[:, is_in_part]
+            self.labels = self.labels[is_in_part]
 
     def batch(self, size: int) -> Batch:
         move = torch.randint(9, (size,), generator=self.random)
@@ -118,7 +132,8 @@ class PlainDigits:
     """The images as they are, drawn from torch's own generator, or from one of `seed`; none is held
     out."""
 
-    inputs, outputs = 64, 10
+    inputs = 64
+    outputs = 10
     loss = staticmethod(F.cross_entropy)
 
     def __init__(self, seed: int | None = None) -> None:
@@ -126,8 +141,8 @@ class PlainDigits:
         self.random = None if seed is None else torch.Generator().manual_seed(seed)
 
     def batch(self, size: int) -> Batch:
-        chosen = torch.randint(len(self.x), (size,), generator=self.random)
-        return self.x[chosen], self.y[chosen]
+        indices = torch.randint(len(self.x), (size,), generator=self.random)
+        return self.x[indices], self.y[indices]
 
     def new(self, size: int) -> Batch:
         return self.x, self.y
@@ -139,7 +154,7 @@ class PlainDigits:
 def library() -> str:
     """The text of examples/train_gpt.py: pydoc's topics, then the standard library's modules."""
     modules = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    texts = [text for _, text in sorted(pydoc_data.topics.topics.items())]
+    texts = [text for _, text in sorted(TOPICS.items())]
     texts += [path.read_text("utf-8", "ignore") for path in modules]
     return "\n".join(texts).encode("ascii", "ignore").decode()
 
@@ -147,9 +162,9 @@ def library() -> str:
 @cache
 def text() -> tuple[Tensor, int]:
     """pydoc's topics as ids, and how many characters there are; what is no ASCII is left out."""
-    found = "".join(text for _, text in sorted(pydoc_data.topics.topics.items()))
-    ascii_ = bytearray(found.encode("ascii", "ignore"))
-    characters, ids = torch.frombuffer(ascii_, dtype=torch.uint8).unique(return_inverse=True)
+    topics = "".join(text for _, text in sorted(TOPICS.items()))
+    codes = torch.frombuffer(bytearray(topics.encode("ascii", "ignore")), dtype=torch.uint8)
+    characters, ids = codes.unique(return_inverse=True)
     return ids, len(characters)
 
 
@@ -161,12 +176,13 @@ class Text:
         ids, _ = text()
         cut = len(ids) - len(ids) // 10
         self.ids = ids[:cut] if part == "train" else ids[cut:]
-        self.context, self.random = context, torch.Generator().manual_seed(seed)
+        self.context = context
+        self.random = torch.Generator().manual_seed(seed)
 
     def batch(self, size: int) -> Batch:
         starts = torch.randint(len(self.ids) - self.context - 1, (size,), generator=self.random)
-        chosen = self.ids[starts[:, None] + torch.arange(self.context + 1)]
-        return chosen[:, :-1], chosen[:, 1:]
+        windows = self.ids[starts[:, None] + torch.arange(self.context + 1)]
+        return windows[:, :-1], windows[:, 1:]
 
     @staticmethod
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
@@ -191,12 +207,15 @@ class Characters:
     weight_norm = True  # of structured layers
 
     def __init__(self, seed: int, path: Path | None = None, **sizes: int) -> None:
-        self.seed, self.sizes, self.tokens = seed, sizes, sizes["context"]
+        self.seed = seed
+        self.sizes = sizes
+        self.tokens = sizes["context"]
         self.vocabulary, ids = self.tokenise(path.read_text("utf-8") if path else library())
         cut = len(ids) - len(ids) // 10
-        self.train, self.held = ids[:cut], ids[cut:]
+        self.train = ids[:cut]
+        self.held = ids[cut:]
         starts = torch.linspace(0, len(self.held) - self.tokens - 1, 128).long()
-        self.heldout = [self.windows(self.held, part) for part in starts.split(32)]
+        self.heldout = [self.windows(self.held, batch) for batch in starts.split(32)]
 
     def tokenise(self, text: str) -> tuple[int, Tensor]:
         """How many tokens there are, here characters, and those of `text`."""
@@ -205,17 +224,18 @@ class Characters:
         return len(characters), ids
 
     def windows(self, ids: Tensor, starts: Tensor) -> Batch:
-        window = ids[starts[:, None] + torch.arange(self.tokens + 1)]
-        return window[:, :-1], window[:, 1:]
+        windows = ids[starts[:, None] + torch.arange(self.tokens + 1)]
+        return windows[:, :-1], windows[:, 1:]
 
     def model(self, width: int) -> nn.Module:
-        depth, heads = self.sizes["depth"], self.sizes.get("heads")
-        return models.GPT(self.vocabulary, self.tokens, width, depth, heads)
+        heads = self.sizes.get("heads")
+        return models.GPT(self.vocabulary, self.tokens, width, self.sizes["depth"], heads)
 
     def batch(self, step: int) -> Batch:
-        random, size = generator(self.seed, step), (self.sizes["batch"],)
-        last = len(self.train) - self.tokens
-        return self.windows(self.train, torch.randint(last, size, generator=random))
+        count = len(self.train) - self.tokens  # of windows
+        random = generator(self.seed, step)
+        starts = torch.randint(count, (self.sizes["batch"],), generator=random)
+        return self.windows(self.train, starts)
 
 
 class Images:
@@ -225,26 +245,38 @@ class Images:
     weight_norm = False
 
     def __init__(self, seed: int, train: Batch, held: Batch, patch: int, **sizes: int) -> None:
-        (self.images, self.labels), (images, labels) = train, held
-        mean, std = self.images.mean(), self.images.std()
-        self.images, images = (self.images - mean) / std, (images - mean) / std
-        self.seed, self.sizes, self.patch = seed, sizes, patch
+        train_images, self.labels = train
+        held_images, held_labels = held
+        mean = train_images.mean()
+        std = train_images.std()
+        self.images = (train_images - mean) / std
+        held_images = (held_images - mean) / std
+        self.seed = seed
+        self.sizes = sizes
+        self.patch = patch
         self.tokens = self.images[0, 0].numel() // patch**2
-        self.heldout = list(zip(images.split(256), labels.split(256), strict=True))
+        self.heldout = list(zip(held_images.split(256), held_labels.split(256), strict=True))
 
     def model(self, width: int) -> nn.Module:
-        shape, classes = self.images.shape[1:], int(self.labels.max()) + 1
-        sizes = self.sizes["depth"], self.sizes["heads"]
-        return models.ViT(shape, self.patch, classes, width, *sizes)
+        shape = self.images.shape[1:]
+        classes = int(self.labels.max()) + 1
+        depth = self.sizes["depth"]
+        heads = self.sizes["heads"]
+        return models.ViT(shape, self.patch, classes, width, depth, heads)
 
     def batch(self, step: int) -> Batch:
-        random, count = generator(self.seed, step), self.sizes["batch"]
-        chosen = torch.randint(len(self.images), (count,), generator=random)
+        random = generator(self.seed, step)
+        count = self.sizes["batch"]
+        indices = torch.randint(len(self.images), (count,), generator=random)
         height, columns = self.images.shape[2:]
         margin = height // 8
-        padded = F.pad(self.images[chosen], (margin,) * 4, value=float(self.images.min()))
+        padded = F.pad(self.images[indices], (margin,) * 4, value=float(self.images.min()))
+
+        # Image n is the window of `padded` whose corner is (down[n], right[n]); the three index
+        # tensors broadcast to (count, height, columns).
         down, right = torch.randint(2 * margin + 1, (2, count, 1), generator=random)
-        y, x = (down + torch.arange(height))[:, :, None], (right + torch.arange(columns))[:, None]
-        # (count, height, columns, channels)
-        moved = padded[torch.arange(count)[:, None, None], :, y, x]
-        return moved.permute(0, 3, 1, 2), self.labels[chosen]
+        n = torch.arange(count)[:, None, None]
+        y = (down + torch.arange(height))[:, :, None]
+        x = (right + torch.arange(columns))[:, None, :]
+        moved = padded[n, :, y, x]  # (count, height, columns, channels)
+        return moved.permute(0, 3, 1, 2), self.labels[indices]

@@ -70,41 +70,56 @@ class Ceilings:
         >>> [round(1e6 * bound) for bound in bounds]
         [125, 63]
         """
+        flops = structure.flops
+        params = structure.params
         if fused:
             ends = structure.in_features + structure.out_features
-            seconds = self._kernel(structure.flops, ends, structure.params, tokens, itemsize)
-            if not backward:
-                return seconds
-            ends += structure.in_features
-            return seconds + self._kernel(
-                2 * structure.flops, ends, 2 * structure.params, tokens, itemsize
-            )
-        seconds, width = 0.0, structure.in_features
+            seconds = self._kernel(flops, ends, params, tokens, itemsize)
+            if backward:
+                ends += structure.in_features
+                seconds += self._kernel(2 * flops, ends, 2 * params, tokens, itemsize)
+            return seconds
+
+        seconds = 0.0
+        width = structure.in_features
         for core in structure.cores:
-            produced = core.batch * core.repeat * core.fan_out
-            seconds += self._kernel(core.flops, width + produced, core.params, tokens, itemsize)
-            width = produced
-        return seconds * (3 if backward else 1)
+            next_width = core.batch * core.repeat * core.fan_out
+            seconds += self._kernel(core.flops, width + next_width, core.params, tokens, itemsize)
+            width = next_width
+        return 3 * seconds if backward else seconds
 
     def _kernel(
         self, flops: int, activations: int, params: int, tokens: int, itemsize: int
     ) -> float:
-        return max(
-            tokens * flops / self.rate, itemsize * (tokens * activations + params) / self.bandwidth
-        )
+        """Seconds of a kernel that spends `flops` and moves `activations` numbers per token."""
+        bytes_moved = itemsize * (tokens * activations + params)
+        return max(tokens * flops / self.rate, bytes_moved / self.bandwidth)
 
 
 def ceilings(device: str, dtype: torch.dtype, *, smoke: bool = False) -> Ceilings:
     """The best of ten of each, on random data: a square product, a copy larger than any cache, a 1
     x 1 product."""
-    n, elements = (256, 2**20) if smoke else (8192, 2**31) if device == "cuda" else (2048, 2**27)
-    a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    if smoke:
+        n = 256
+        elements = 2**20
+    elif device == "cuda":
+        n = 8192
+        elements = 2**31
+    else:
+        n = 2048
+        elements = 2**27
+    left = torch.randn(n, n, device=device).to(dtype)
+    right = torch.randn(n, n, device=device).to(dtype)
     source = torch.randint(2**31 - 1, (elements // 2,), device=device, dtype=torch.int32)
-    target, one = torch.empty_like(source), torch.ones(1, 1, device=device, dtype=dtype)
-    product, copy, call = (
-        min(seconds(work, device) for _ in range(10))
-        for work in (lambda: a @ b, lambda: target.copy_(source), lambda: one @ one)
-    )
+    target = torch.empty_like(source)
+    unit = torch.ones(1, 1, device=device, dtype=dtype)
+
+    def least_seconds(work: Work) -> float:
+        return min(seconds(work, device) for _ in range(10))
+
+    product = least_seconds(lambda: left @ right)
+    copy = least_seconds(lambda: target.copy_(source))
+    call = least_seconds(lambda: unit @ unit)
     return Ceilings(rate=2 * n**3 / product, bandwidth=2 * source.nbytes / copy, call=call)
 
 
@@ -128,7 +143,8 @@ def seconds(work: Work, device: str) -> float:
     has enqueued a layer's kernels before the first one begins."""
     if device != "cuda":
         return wall(work, device)
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.empty(2**30, dtype=torch.int8, device=device).zero_()
     torch.cuda._sleep(SLEEP_CYCLES)
     begin.record()
@@ -155,13 +171,16 @@ def interleaved(
         rounds: the least, made even after `until`, and the most.
         until, end: of `time.perf_counter`; after `end` nothing is begun but a first round.
     """
-    (first, *middle, last), draw = variants, random.Random(0)
+    least_rounds, most_rounds = rounds
+    opening, *middle, closing = variants
+    draw = random.Random(0)
     times: dict[Key, list[float]] = {key: [] for key in variants}
-    for done in range(rounds[1]):
-        if done and time.perf_counter() > (end if done < rounds[0] else until):
+    for n in range(most_rounds):
+        deadline = end if n < least_rounds else until
+        if n > 0 and time.perf_counter() > deadline:
             break
         draw.shuffle(middle)
-        for key in (first, *middle, last):
+        for key in (opening, *middle, closing):
             times[key].append(clock(variants[key]))
     return times
 
@@ -177,13 +196,14 @@ def milliseconds(
     """
     least, most = rounds
     until = time.perf_counter() + seconds
-    counts = {"rounds": (least + 1, most + 1), "until": until}
-    times = interleaved(works, lambda work: wall(work, "cpu"), **counts)
-    return {
-        key: {"rounds": len(samples) - 1}
-        | {name: 1e3 * value for name, value in spread(samples[1:]).items()}
-        for key, samples in times.items()
-    }
+    times = interleaved(
+        works, lambda work: wall(work, "cpu"), rounds=(least + 1, most + 1), until=until
+    )
+    rows: dict[Key, dict[str, float]] = {}
+    for key, (_, *samples) in times.items():
+        rows[key] = {"rounds": len(samples)}
+        rows[key] |= {name: 1e3 * value for name, value in spread(samples).items()}
+    return rows
 
 
 def spread(values: Sequence[float], low: int = 20) -> dict[str, float]:
@@ -192,13 +212,16 @@ def spread(values: Sequence[float], low: int = 20) -> dict[str, float]:
     >>> spread([1.0, 2.0, 3.0, 4.0, 9.0])
     {'median': 3.0, 'p20': 1.8, 'p80': 5.0}
     """
-    cuts = (
-        statistics.quantiles(values, n=100, method="inclusive")
-        if len(values) > 1
-        else [values[0]] * 99
-    )
-    ends = {f"p{percent}": cuts[percent - 1] for percent in (low, 100 - low)}
-    return {"median": statistics.median(values), **ends}
+    if len(values) > 1:
+        percentiles = statistics.quantiles(values, n=100, method="inclusive")
+    else:
+        percentiles = [values[0]] * 99
+    high = 100 - low
+    return {
+        "median": statistics.median(values),
+        f"p{low}": percentiles[low - 1],
+        f"p{high}": percentiles[high - 1],
+    }
 
 
 def ratio(first: Sequence[float], second: Sequence[float], low: int = 20) -> dict[str, float]:
@@ -244,10 +267,11 @@ def peak_bytes(work: Work, device: str) -> int:
     events = [
         event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"
     ]
-    held = peak = 0
+    allocated = 0
+    peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
-        held += event.nbytes()
-        peak = max(peak, held)
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
     return peak
 
 
@@ -286,49 +310,59 @@ def oracle(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     >>> y.dtype, torch.allclose(y.float(), x @ (u[0] @ v[0]).T, atol=1e-5)
     (torch.float64, True)
     """
-    letter = dict(zip(structure.sizes, ascii_letters[1:], strict=False))
+    letters = dict(zip(structure.sizes, ascii_letters[1:], strict=False))
 
-    def term(axes: Sequence[str], prefix: str = "") -> str:
-        return prefix + "".join(letter[axis] for axis in axes)
+    def to_term(axes: Sequence[str]) -> str:
+        return "".join(letters[axis] for axis in axes)
 
     def split(tensor: Tensor, axes: Sequence[str], *leading: int) -> Tensor:
         return tensor.double().reshape(*leading, *(structure.sizes[axis] for axis in axes))
 
-    axes_of = [
-        (*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes) for core in structure.cores
-    ]
-    operands = [split(core, axes) for core, axes in zip(cores, axes_of, strict=True)]
-    terms, h = [term(each) for each in axes_of], split(x, structure.inputs, len(x))
-    made, outputs = term(structure.inputs, "a"), term(structure.outputs, "a")
+    # y = core_n ... core_1 x as an einsum: each axis is a letter, the tokens are "a". x, h and y
+    # are (tokens, *axes), a core is (*batch axes, *fan-out axes, *fan-in axes). An axis that y does
+    # not have is summed over.
+    terms = []
+    operands = []
+    for core, values in zip(structure.cores, cores, strict=True):
+        axes = (*core.batch_axes, *core.fan_out_axes, *core.fan_in_axes)
+        terms.append(to_term(axes))
+        operands.append(split(values, axes))
+    h = split(x, structure.inputs, len(x))
+    h_term = "a" + to_term(structure.inputs)
+
+    # Where SiLU lies between the cores, each core but the last is an einsum of its own.
     if structure.between is not None:
         for n, core in enumerate(structure.cores[:-1]):
-            axes = term((*core.batch_axes, *core.repeat_axes, *core.fan_out_axes), "a")
-            h = torch.einsum(f"{made},{terms[n]}->{axes}", h, operands[n])
-            h, made = torch.nn.functional.silu(h) / SILU_RMS, axes
-        terms, operands = terms[-1:], operands[-1:]
-    y = torch.einsum(f"{','.join((made, *terms))}->{outputs}", h, *operands)
+            next_axes = (*core.batch_axes, *core.repeat_axes, *core.fan_out_axes)
+            next_term = "a" + to_term(next_axes)
+            h = torch.einsum(f"{h_term},{terms[n]}->{next_term}", h, operands[n])
+            h = torch.nn.functional.silu(h) / SILU_RMS
+            h_term = next_term
+        terms = terms[-1:]
+        operands = operands[-1:]
+
+    y_term = "a" + to_term(structure.outputs)
+    y = torch.einsum(f"{','.join((h_term, *terms))}->{y_term}", h, *operands)
     return y.reshape(len(x), structure.out_features)
 
 
 @contextmanager
 def poisoned() -> Iterator[None]:
     """Every tensor that torch makes uninitialised is NaN: what a kernel forgets to write shows."""
-    before = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
+    was_enabled = torch.are_deterministic_algorithms_enabled()
+    was_warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*deterministic.*")
             yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(was_enabled, warn_only=was_warn_only)
 
 
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Frobenius norm of the difference, relative; infinite where `found` is not finite."""
-    error = (
-        torch.linalg.vector_norm(found.double() - wanted) / torch.linalg.vector_norm(wanted)
-    ).item()
-    return error if torch.isfinite(found).all() else inf
+def relative_error(result: Tensor, expected: Tensor) -> float:
+    """Frobenius norm of the difference, relative; infinite where `result` is not finite."""
+    if not torch.isfinite(result).all():
+        return inf
+    difference = torch.linalg.vector_norm(result.double() - expected)
+    return (difference / torch.linalg.vector_norm(expected)).item()

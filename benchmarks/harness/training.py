@@ -80,7 +80,8 @@ def train(
         x, y = task.batch(batch)
         return task.loss(model(x), y)
 
-    return evaluate(model, task) if descend(optimizer, loss, steps, **options) else None
+    is_finite = descend(optimizer, loss, steps, **options)
+    return evaluate(model, task) if is_finite else None
 
 
 def follow(
@@ -98,15 +99,17 @@ def follow(
         return cross_entropy(model, *task.batch(step))
 
     def look(step: int) -> None:
-        if (step + 1) % max(1, steps // 5) == 0 or step + 1 == steps:
-            held = held_out(model.eval(), task.heldout)
-            curve.append((step + 1, finite(held)))
+        steps_done = step + 1
+        if steps_done % max(1, steps // 5) == 0 or steps_done == steps:
+            model.eval()
+            curve.append((steps_done, finite(held_out(model, task.heldout))))
             model.train()
 
     def rate(step: int) -> float:
         if step < warmup:
             return (step + 1) / warmup
-        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+        share = (step - warmup) / max(1, steps - warmup)
+        return 0.55 + 0.45 * math.cos(math.pi * share)
 
     if not descend(optimizer, loss, steps, schedule=rate, after=look):
         curve.append((steps, None))

@@ -427,16 +427,18 @@ def cells_over_widths(result: Row) -> dict[tuple[str, str, str], list[Row]]:
 
 
 def fronts(result: Row) -> str:
-    """A table of docs/gpts.md: mean losses and seconds, a line for each data and dense width."""
-    table = sorted(result["table"], key=lambda row: (row["setup"], row["width"]))
-    cells = {
-        (f"{row['setup']}, {row['width']}", name_of(row)): (
-            f"{fmean(row['losses']):.3f} ({row['seconds']:.0f} s)" + " *" * one_sided(result, row)
-        )
-        for row in table
-    }
-    columns = sorted({column for _, column in cells}, key=lambda name: (name[:5] != "dense", name))
-    return report.pivot(cells, columns)
+    """A table of docs/gpts.md: mean losses and seconds, a line for each data, dense width and kind,
+    a column for each optimizer."""
+    table = sorted(
+        result["table"],
+        key=lambda row: (row["setup"], row["width"], row["kind"] != "dense", row["kind"]),
+    )
+    cells = {}
+    for row in table:
+        line = f"{row['setup']}, {row['width']}: {row['kind']}"
+        mark = " *" * one_sided(result, row)
+        cells[line, row["optimizer"]] = f"{fmean(row['losses']):.3f} ({row['seconds']:.0f} s){mark}"
+    return report.pivot(cells, sorted({optimizer for _, optimizer in cells}))
 
 
 def name_of(row: Row) -> str:
@@ -466,20 +468,22 @@ def verdicts(result: Row) -> str:
     table, lines = result["table"], []
     by_name = sorted(table, key=lambda row: [row[name] for name in WHERE])
     for row in (row for row in by_name if row["kind"] != "dense"):
-        ratios = dict(row["over dense"])
-        ratios["same optimizer"] = ratios.get(row["optimizer"])
         best = best_dense(table, row)
-        ratios["best dense"] = over(row["losses"], best["losses"])
-        ways = ("Muon", "SOAP", "same optimizer", "best dense", "seconds")
-        cells = [percents(ratios.get(way)) for way in ways]
-        cells[3] += f" ({best['optimizer']})"
-        # what another optimizer than SOAP costs a structured model there is not known
+        against_best = percents(over(row["losses"], best["losses"]))
+        # what another optimizer than SOAP costs a structured model on a Xeon is not known
         is_soap = row["optimizer"].startswith("SOAP")
-        cells.append(percents(at_seconds_of_a_xeon(table, row)) if is_soap else "")
-        lines.append([row["setup"], str(row["width"]), name_of(row), str(row["own_width"]), *cells])
-    titles = ["same FLOPs, Muon", "same FLOPs, SOAP", "same FLOPs, same optimizer"]
-    titles += ["same FLOPs, best dense", "same seconds", "same seconds, Xeon (estimate)"]
-    return report.table(["", "dense width", "structured", "its width", *titles], lines)
+        lines.append(
+            [
+                f"{row['setup']}, {row['width']}",
+                f"{name_of(row)}, width {row['own_width']}",
+                percents(row["over dense"].get(row["optimizer"])),
+                f"{against_best} ({best['optimizer']})",
+                percents(row["over dense"].get("seconds")),
+                percents(at_seconds_of_a_xeon(table, row)) if is_soap else "",
+            ]
+        )
+    titles = ["structured", "same FLOPs and optimizer", "same FLOPs, best dense"]
+    return report.table(["", *titles, "same seconds", "same seconds, Xeon (estimate)"], lines)
 
 
 def best_of_both(result: Row) -> str:
@@ -564,6 +568,12 @@ def numbers(result: Row) -> dict[str, str]:
             shares = [100 * share for share in sooner(table, row["setup"], OURS[prefix])]
             if all(map(math.isfinite, shares)):
                 found[f"{name}_sooner"] = span(shares, ".0f")
+    by_adamw = [row["over dense"]["AdamW"] for row in table if is_structured_by_adamw(row)]
+    for row in select(table, **{**OURS["gpts"], "setup": "Python", "width": 128}):
+        found["gpts.characters_own_narrow"] = percents(row["over dense"].get("SOAP"))
+    if by_adamw:
+        lower = [100 * (1 - ratio) for ratios in by_adamw for ratio in ratios]
+        found["gpts.adamw_lower"] = span(lower, ".1f")
     found["gpts.rate_moves"] = f"{2 ** rate_moves(result):.0f}"
     shared = {"setup": "Python", "kind": "BTT r=4", "width": tuned}
     times = [select(table, optimizer=name, **shared) for name in ("SOAP", "Muon")]
@@ -571,6 +581,10 @@ def numbers(result: Row) -> dict[str, str]:
         soap, muon = (rows[0]["seconds"] for rows in times)
         found["gpts.soap_step"] = f"{100 * (soap / muon - 1):.0f}"
     return found
+
+
+def is_structured_by_adamw(row: Row) -> bool:
+    return row["kind"] != "dense" and "AdamW" in row["over dense"] and row["optimizer"] == "AdamW"
 
 
 def at_seconds_of_a_xeon(table: Sequence[Row], row: Row) -> list[float | None] | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
+from math import prod
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
-from .._model.linears import Layer, linear_layers
+from .._model.linears import Layer, LooseMatrices, find_loose_matrices, linear_layers
 from .._model.parameters import parameters_of
 from .._structure.arguments import checked, require_positive
 
@@ -134,11 +135,29 @@ class Row:
 
 
 @dataclass(frozen=True)
+class LooseRow:
+    """Parameters that are alike, each of one or more matrices that no linear layer holds."""
+
+    name: str  #: as of `Row`
+    role: str  #: "experts" or "attention"
+    matrices: int  #: in all of the parameters; 0: nobody knows how they lie
+    size: str  #: inputs and outputs of each matrix, or the shape of the parameter
+    params: int
+    stepped_by: str  #: which optimizers step them, and how
+
+    @property
+    def count(self) -> str:
+        """The cell for the number of matrices."""
+        return f"{self.matrices}" if self.matrices else ""
+
+
+@dataclass(frozen=True)
 class Summary:
     """The linear layers of a model against the same layers dense. Print it."""
 
     rows: tuple[Row, ...]
     other_params: int  #: parameters that are no matrix of a linear layer
+    loose: tuple[LooseRow, ...] = ()  #: those of them that are matrices, such as experts
 
     @property
     def params(self) -> int:
@@ -182,7 +201,11 @@ class Summary:
         dense = sum(row.dense_params for row in self.rows)
         cells = _cells(self, dense, show_bytes=bool(sizes))
         table.row("linear layers", f"{layers}", "", "", *cells)
-        table.row("other parameters", "", "", "", f"{self.other_params:,}")
+        for loose in self.loose:
+            what = f"{loose.role}: {loose.stepped_by}"
+            table.row(loose.name, loose.count, loose.size, what, f"{loose.params:,}")
+        others = self.other_params - sum(loose.params for loose in self.loose)
+        table.row("other parameters", "", "", "", f"{others:,}")
         return str(table)
 
 
@@ -201,7 +224,8 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
 
     Equal layers are one row. Where layers whose names differ in numbers alone are not equal, a row
     gives its layers' numbers, as in `h.{0,3-5}.mlp.fc1`. A column "bytes" stands where parameters
-    are not float32.
+    are not float32. Below the layers stand parameters of several matrices, such as the experts of a
+    mixture: how many there are, their inputs and outputs, and which optimizers step them.
 
     Args:
         tokens: of a forward and a backward pass that is timed: the first layer of each row
@@ -243,7 +267,26 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
         alike[hide_numbers(layer.name)].append(layer.name)
     rows = [replace(row, name=name_group(row.names, alike[row.name])) for row in merged.values()]
     others = (parameter for parameter in model.parameters() if parameter not in matrices)
-    return Summary(tuple(rows), sum(parameter.numel() for parameter in others))
+    other_params = sum(parameter.numel() for parameter in others)
+    return Summary(tuple(rows), other_params, tuple(group_loose_matrices(model)))
+
+
+def group_loose_matrices(model: nn.Module) -> list[LooseRow]:
+    """A row for parameters of matrices that no linear layer holds, alike ones in one row."""
+    groups = defaultdict[tuple[object, ...], list[LooseMatrices]](list)
+    alike = defaultdict[str, list[str]](list)
+    for matrices in find_loose_matrices(model):
+        pattern = hide_numbers(matrices.name)
+        alike[pattern].append(matrices.name)
+        groups[pattern, matrices.shape, matrices.size].append(matrices)
+    rows = []
+    for group in groups.values():
+        first = group[0]
+        name = name_group([matrices.name for matrices in group], alike[hide_numbers(first.name)])
+        count = sum(matrices.count for matrices in group)
+        params = len(group) * prod(first.shape)
+        rows.append(LooseRow(name, first.role, count, first.size, params, first.stepped_by))
+    return rows
 
 
 def _describe(layer: Layer) -> Row:
