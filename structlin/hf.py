@@ -23,11 +23,11 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ._hosts.transformers import holds_parts
 from ._layer.linear import StructuredLinear
 from ._layer.state import GUARD
 from ._model.files import describe, restructure
 from ._model.linears import build_dense_layer, linear_layers, replace_layers
-from ._model.obstacles import holds_parts_of_transformers
 
 __all__ = ["declare"]
 METHOD = "structlin"
@@ -175,7 +175,7 @@ def declare(model: nn.Module) -> None:
             _declare_in_shared_config(part, modules)
         else:
             _write_config(part, StructlinConfig(modules) if modules else None)
-    if holds_parts_of_transformers(model) or (model in parts and _is_body(model)):
+    if holds_parts(model) or (model in parts and _is_body(model)):
         _guard_within_others(model)
 
 

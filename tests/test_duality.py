@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.testing import assert_close
 
-from structlin import dualize
+from structlin import polar_factor
 from structlin._engine.cpu import library
 from structlin.duality import (
     SCHEDULES,
     choose_polar,
-    dual_conv,
-    dual_core,
-    dual_embedding,
     dual_norm,
+    dualize,
+    dualize_convolution,
+    dualize_embedding,
     has_bfloat16_products,
 )
 
@@ -61,7 +61,7 @@ def test_every_singular_value_lands_in_the_band_of_the_method_and_no_direction_t
     least, low, high = BANDS[method]
     matrix = spectrum(*shape, least).to(dtype)
     u, vh = factors(matrix)
-    dual = dualize(matrix, method=method)
+    dual = polar_factor(matrix, method=method)
     assert dual.dtype == dtype
     seen = u.mT @ dual.double() @ vh.mT
     values = seen.diagonal()
@@ -82,7 +82,7 @@ def test_the_band_holds_between_its_ends_too(method):
         return torch.tensor([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
 
     matrices = rotation(1.0) @ torch.diag_embed(values) @ rotation(2.0).T
-    dual = rotation(1.0).T @ dualize(matrices, method=method) @ rotation(2.0)
+    dual = rotation(1.0).T @ polar_factor(matrices, method=method) @ rotation(2.0)
     assert dual[:, [0, 1], [1, 0]].abs().max() < 1e-9
     reached = dual.diagonal(dim1=-2, dim2=-1)
     outside = values[(reached < low) | (reached > high)]
@@ -98,7 +98,7 @@ def test_a_schedule_of_ones_own_is_followed_step_by_step():
     for steps, (a, b, c) in enumerate(schedule, 1):
         gram = x @ x.T
         x = (a * torch.eye(4) + b * gram + c * gram @ gram) @ x
-        assert_close(dualize(matrix, method=schedule[:steps]), x)
+        assert_close(polar_factor(matrix, method=schedule[:steps]), x)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_a_schedule_maps_singular_values_step_by_step(shape, method):
     for a, b, c in SCHEDULES.get(method, method):
         values = a * values + b * values**3 + c * values**5
     expected = (u * values[:, None]) @ vh
-    assert_close(dualize(matrix, method=method), expected, rtol=0, atol=1e-8)
+    assert_close(polar_factor(matrix, method=method), expected, rtol=0, atol=1e-8)
 
 
 MACHINES = {  # what a CPU says, and whether it has products of bfloat16
@@ -166,7 +166,7 @@ def test_a_gpu_is_asked_for_its_capability(capability, fast, monkeypatch):
 def test_small_matrices_in_16_bits_stay_within_a_twentieth_of_one(shape):
     matrices = torch.stack([spectrum(*shape, 1e-2) for _ in range(32)])
     u, vh = factors(matrices)
-    dual = dualize(matrices.float(), method=SCHEDULES["fast"][:5], dtype=torch.bfloat16)
+    dual = polar_factor(matrices.float(), method=SCHEDULES["fast"][:5], dtype=torch.bfloat16)
     values = (u.mT @ dual.double() @ vh.mT).diagonal(dim1=-2, dim2=-1)
     assert values.min() > 0.95
     assert values.max() < 1.05
@@ -174,44 +174,46 @@ def test_small_matrices_in_16_bits_stay_within_a_twentieth_of_one(shape):
 
 def test_in_bfloat16_on_a_matrix_unit_large_matrices_are_a_batch(monkeypatch):
     batch, muon = torch.randn(3, 80, 210), {"method": MUONS, "dtype": torch.bfloat16}
-    expected = dualize(batch, method="fast", dtype=torch.bfloat16)
-    by_themselves = torch.stack([dualize(matrix, **muon) for matrix in batch])
+    expected = polar_factor(batch, method="fast", dtype=torch.bfloat16)
+    by_themselves = torch.stack([polar_factor(matrix, **muon) for matrix in batch])
     for unit, other in ((False, "torch.bmm"), (True, "torch.mm")):
         with monkeypatch.context() as patch:
             patch.setattr("structlin.duality.has_matrix_unit", lambda unit=unit: unit)
             patch.setattr(other, None)
-            found = dualize(batch, method="fast", dtype=torch.bfloat16)
+            found = polar_factor(batch, method="fast", dtype=torch.bfloat16)
         assert_close(found, expected, rtol=0, atol=2e-2)
     monkeypatch.setattr("structlin.duality.has_matrix_unit", lambda: True)
     monkeypatch.setattr("torch.bmm", None)
-    assert torch.equal(dualize(batch, **muon), by_themselves)  # as torch.optim.Muon, bit for bit
+    assert torch.equal(
+        polar_factor(batch, **muon), by_themselves
+    )  # as torch.optim.Muon, bit for bit
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("method", ["fast", MUONS], ids=["fast", "muons"])
 def test_a_power_of_two_changes_no_bit_of_a_large_matrix(method, dtype):
     signs = torch.randn(2, 130, 140).mul(4).round().div(4)  # exact in every dtype
-    expected = dualize(signs, method=method, dtype=dtype)
+    expected = polar_factor(signs, method=method, dtype=dtype)
     for exponent in (-8, 8) if dtype == torch.float16 else (-100, -60, -20, 20, 60, 100):
         scaled = signs * 2.0**exponent
-        assert torch.equal(dualize(scaled, method=method, dtype=dtype), expected)
+        assert torch.equal(polar_factor(scaled, method=method, dtype=dtype), expected)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch.*")
 def test_a_large_matrix_is_asked_for_its_norm_where_it_has_one(monkeypatch):
     batch, other = torch.randn(2, 130, 140) / 1e3, torch.randn(2, 130, 140, dtype=torch.float16)
-    expected = dualize(batch)
-    assert_close(torch.func.vmap(dualize)(batch), expected)
+    expected = polar_factor(batch)
+    assert_close(torch.func.vmap(polar_factor)(batch), expected)
     torch.compiler.reset()
-    assert_close(torch.compile(dualize, fullgraph=True, backend="eager")(batch), expected)
+    assert_close(torch.compile(polar_factor, fullgraph=True, backend="eager")(batch), expected)
     calls = []
     monkeypatch.setattr("structlin.duality._of_unit_size", lambda x: calls.append(x.dtype) or x)
-    dualize(other, dtype=torch.float16)
-    dualize(torch.stack([batch[0], 0 * batch[0]]), method="fast")
-    dualize(batch, method="svd")
+    polar_factor(other, dtype=torch.float16)
+    polar_factor(torch.stack([batch[0], 0 * batch[0]]), method="fast")
+    polar_factor(batch, method="svd")
     assert calls == [torch.float16, torch.float32, torch.float32]
     if library.load():
-        assert torch.equal(dualize(batch), expected)
+        assert torch.equal(polar_factor(batch), expected)
         assert len(calls) == 3
 
 
@@ -219,19 +221,19 @@ def test_what_is_below_the_numerical_rank_maps_to_zero():
     values = torch.logspace(0, -12, 25, dtype=torch.float64)
     u, v = (torch.linalg.qr(torch.randn(40, 25, dtype=torch.float64)).Q for _ in range(2))
     matrix = 20 * ((u * values) @ v.T).float()
-    seen = torch.linalg.svdvals(dualize(matrix, method="svd").double())
+    seen = torch.linalg.svdvals(polar_factor(matrix, method="svd").double())
     rank = torch.linalg.matrix_rank(matrix)  # values above 40 eps of the largest
     assert_close(seen, (torch.arange(40) < rank).double(), rtol=0, atol=1e-3)
 
 
 def test_the_default_is_ns_and_the_dtype_of_the_iteration_is_not_that_of_the_result():
     matrix = torch.randn(4, 6)
-    assert torch.equal(dualize(matrix), dualize(matrix, method="ns"))
-    assert not torch.equal(dualize(matrix), dualize(matrix, method="svd"))
-    coarse, fine = (dualize(matrix, dtype=dtype) for dtype in (torch.bfloat16, torch.float64))
+    assert torch.equal(polar_factor(matrix), polar_factor(matrix, method="ns"))
+    assert not torch.equal(polar_factor(matrix), polar_factor(matrix, method="svd"))
+    coarse, fine = (polar_factor(matrix, dtype=dtype) for dtype in (torch.bfloat16, torch.float64))
     assert coarse.dtype == fine.dtype == torch.float32
     assert torch.equal(coarse, coarse.bfloat16().float())
-    assert_close(fine, dualize(matrix.double()).float())
+    assert_close(fine, polar_factor(matrix.double()).float())
     assert_close(coarse, fine, rtol=0, atol=0.05)
 
 
@@ -239,7 +241,7 @@ def test_the_default_is_ns_and_the_dtype_of_the_iteration_is_not_that_of_the_res
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_a_matrix_of_any_dtype_comes_back_orthogonal_in_that_dtype(method, dtype):
     matrix = torch.randn(3, 8, 20).to(dtype)
-    dual = dualize(matrix, method=method)
+    dual = polar_factor(matrix, method=method)
     u, vh = factors(matrix)
     values = (u.mT @ dual.double() @ vh.mT).diagonal(dim1=-2, dim2=-1)
     _, low, high = BANDS[method]
@@ -254,10 +256,10 @@ def test_a_matrix_of_any_dtype_comes_back_orthogonal_in_that_dtype(method, dtype
 def test_the_blocks_of_a_batch_are_independent_matrices(method, shape):
     batch = torch.randn(2, 3, *shape)
     expected = torch.stack(
-        [dualize(block, method=method) for block in batch.flatten(0, 1)]
+        [polar_factor(block, method=method) for block in batch.flatten(0, 1)]
     ).unflatten(0, (2, 3))
-    assert_close(dualize(batch, method=method), expected, rtol=1e-4, atol=1e-5)
-    assert_close(dualize(batch.mT, method=method), expected.mT, rtol=1e-4, atol=1e-5)
+    assert_close(polar_factor(batch, method=method), expected, rtol=1e-4, atol=1e-5)
+    assert_close(polar_factor(batch.mT, method=method), expected.mT, rtol=1e-4, atol=1e-5)
 
 
 @every_method
@@ -272,13 +274,13 @@ def test_the_blocks_of_a_batch_are_independent_matrices(method, shape):
 )
 def test_the_scale_of_a_matrix_does_not_matter_and_its_sign_does(method, dtype, scales):
     matrix = torch.randn(2, 6, 10).to(dtype)
-    dual = dualize(matrix, method=method)
+    dual = polar_factor(matrix, method=method)
     tolerance = {"rtol": 1e-3, "atol": max(1e-5, torch.finfo(dtype).eps)}
     for scale in scales:
-        assert_close(dualize(matrix * scale, method=method), dual, **tolerance)
-        assert_close(dualize(matrix * -scale, method=method), -dual, **tolerance)
+        assert_close(polar_factor(matrix * scale, method=method), dual, **tolerance)
+        assert_close(polar_factor(matrix * -scale, method=method), -dual, **tolerance)
     apart = torch.tensor([scales[0], scales[-1]], dtype=dtype).view(2, 1, 1)
-    assert_close(dualize(matrix * apart, method=method), dual, **tolerance)
+    assert_close(polar_factor(matrix * apart, method=method), dual, **tolerance)
 
 
 @every_method
@@ -291,9 +293,9 @@ def test_a_zero_block_stays_zero_and_a_deficient_one_finite_and_the_others_do_no
     half[3:] = 0
     rank_1 = torch.randn(6, 1).sign() @ torch.randn(1, 9).sign()  # exact in every dtype
     blocks = torch.stack([torch.zeros(6, 9), good, rank_1, half]).to(dtype)
-    dual = dualize(blocks, method=method)
+    dual = polar_factor(blocks, method=method)
     assert torch.equal(dual[0], torch.zeros(6, 9, dtype=dtype))
-    assert_close(dual[1], dualize(good.to(dtype), method=method))
+    assert_close(dual[1], polar_factor(good.to(dtype), method=method))
     assert dual.isfinite().all()
     slack = 4 * torch.finfo(dtype).eps
     one, null = torch.linalg.svdvals(dual[2].double()).split([1, 5])
@@ -306,7 +308,7 @@ def test_a_zero_block_stays_zero_and_a_deficient_one_finite_and_the_others_do_no
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_rounding_pushes_no_matrix_of_rank_1_out_of_the_band(method, dtype):
     column, row = torch.randn(500, 12, 1, dtype=dtype), torch.randn(500, 1, 17, dtype=dtype)
-    dual = dualize(column @ row, method=method)
+    dual = polar_factor(column @ row, method=method)
     values = (column.mT @ dual @ row.mT).flatten() / (
         column.flatten(1).norm(dim=1) * row.flatten(1).norm(dim=1)
     )
@@ -320,14 +322,14 @@ def test_rounding_pushes_no_matrix_of_rank_1_out_of_the_band(method, dtype):
 def test_dualize_leaves_its_input_as_it_was_and_maps_nothing_to_nothing(method, shape):
     matrix = torch.randn(shape).bfloat16()
     before = matrix.clone()
-    dual = dualize(matrix, method=method)
+    dual = polar_factor(matrix, method=method)
     assert (dual.shape, dual.dtype) == (torch.Size(shape), torch.bfloat16)
     dual.zero_()
     assert torch.equal(matrix, before)
     assert dual is not matrix
 
 
-@pytest.mark.parametrize("function", [dualize, dual_core])
+@pytest.mark.parametrize("function", [polar_factor, dualize])
 def test_what_has_no_polar_factor_is_refused_by_name(function):
     with pytest.raises(
         ValueError, match=r"method='muon' is unknown; there are ns, fast, svd, or a schedule"
@@ -358,7 +360,7 @@ def norm(core: Tensor) -> float:
 def test_the_dual_core_is_the_steepest_of_all_steps_of_unit_norm(batch, m, n, seed, log_noise):
     generator = torch.Generator().manual_seed(seed)
     gradient, noise = torch.randn(2, batch, m, n, generator=generator, dtype=torch.float64)
-    dual = dual_core(gradient, method="svd")
+    dual = dualize(gradient, method="svd")
     assert norm(dual) == pytest.approx(1)
     steepest = (gradient * dual).sum()
     nuclear = np.linalg.svd(gradient.numpy(), compute_uv=False).sum()
@@ -377,7 +379,7 @@ def test_the_dual_embedding_has_vectors_of_unit_rms_in_their_own_direction(dtype
         gradient.double() * scales.sign() * sqrt(7) / gradient.double().norm(dim=-1, keepdim=True)
     )
     expected[1] = 0
-    dual = dual_embedding(gradient * scales)
+    dual = dualize_embedding(gradient * scales)
     assert dual.dtype == dtype
     assert_close(dual.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-7)
 
@@ -385,7 +387,7 @@ def test_the_dual_embedding_has_vectors_of_unit_rms_in_their_own_direction(dtype
 @pytest.mark.parametrize("kernel", [(3, 3), (5,), (2, 3, 2)])
 def test_the_dual_convolution_is_the_dual_of_every_slice_over_their_number(kernel):
     gradient = torch.randn(4, 6, *kernel, dtype=torch.float64)
-    dual = dual_conv(gradient, method="svd")
+    dual = dualize_convolution(gradient, method="svd")
     assert dual.shape == gradient.shape
     for position in np.ndindex(*kernel):
         u, vh = factors(gradient[(..., *position)])
@@ -466,10 +468,10 @@ def test_no_singular_value_ends_above_one_tenth_beyond_one(way, method, spectra,
     try:
         for n, stack in enumerate(spectra):
             options = {"method": method, **ITERATIONS[way]}
-            dual = dualize(stack, **options)
+            dual = polar_factor(stack, **options)
             assert dual.isfinite().all()
             assert largest_singular_values(dual).max() < 1.1, stack.shape
-            alone = dualize(stack[n % len(stack)], **options)
+            alone = polar_factor(stack[n % len(stack)], **options)
             assert largest_singular_values(alone) < 1.1, stack.shape
     finally:
         torch.set_float32_matmul_precision("highest")

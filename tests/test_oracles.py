@@ -4,6 +4,7 @@ library.
 A contract test cannot know that a valid structure is the wrong one; these do.
 """
 
+from dataclasses import fields
 from math import prod
 
 import pytest
@@ -288,11 +289,17 @@ def test_blocks_that_do_not_fit_are_refused_with_the_nearest_that_do(family, wid
 
 
 @pytest.mark.parametrize("kind", [LowRank, BlockDiagonal, TT, Monarch, BTT, Split, BLAST])
-def test_options_are_keyword_only_and_a_name_ignores_case(kind):
+def test_the_main_size_alone_goes_by_position(kind):
+    main, *others = [each.name for each in fields(kind)]
+    rest = {name: LowRank(rank=1) if name == "of" else 2 for name in others}
+    assert kind(2, **rest) == kind(**{main: 2}, **rest)
+    with pytest.raises(TypeError, match="positional"):
+        kind(2, 3)
+
+
+def test_the_name_of_a_family_ignores_case():
     assert family("bTt", rank=2) == BTT(rank=2)
     assert family("tt", rank=[3, 2], cores=3) == TT(rank=(3, 2), cores=3)
-    with pytest.raises(TypeError, match="positional"):
-        kind(2)
 
 
 def test_what_is_neither_a_family_nor_a_structure_is_refused():

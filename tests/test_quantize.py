@@ -199,7 +199,7 @@ def test_summary_counts_the_bytes_as_they_are_stored():
 
 def test_summary_times_it_and_densify_leads_back():
     model = quantize(convert(mlp(), BTT()))
-    assert summary(model, measure=3).rows[0].seconds > 0
+    assert summary(model, tokens=3).rows[0].seconds > 0
     x = torch.randn(5, 64)
     before = model(x)
     densify(model)

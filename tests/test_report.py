@@ -9,6 +9,7 @@ from torch import nn
 
 from structlin import BTT, LowRank, StructuredLinear, convert, plan, summary
 from structlin._convert import summary as report
+from structlin.optim import declare_weights
 from tests.models import GPT
 
 
@@ -139,7 +140,7 @@ def clock(monkeypatch):
 
 def test_each_distinct_layer_is_timed_beside_the_dense_one(clock):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 5))
-    result = summary(convert(model, BTT(), include=["0", "1", "2"]), measure=101)
+    result = summary(convert(model, BTT(), include=["0", "1", "2"]), tokens=101)
     assert [(row.seconds, row.dense_seconds) for row in result.rows] == [(3, 303), (101, 101)]
     assert (result.seconds, result.dense_seconds) == (104, 404)
     assert "303000.00" in str(result)
@@ -167,7 +168,7 @@ def test_timing_leaves_gradients_random_numbers_and_the_model_as_they_were():
     expected = torch.rand(1)
     torch.manual_seed(0)
     with torch.no_grad():
-        result = summary(model, measure=3)
+        result = summary(model, tokens=3)
     assert torch.equal(torch.rand(1), expected)
     assert result.seconds > 0
     assert [name for name, p in model.named_parameters() if p.grad is not None] == ["0.cores.0"]
@@ -176,7 +177,54 @@ def test_timing_leaves_gradients_random_numbers_and_the_model_as_they_were():
 
 @pytest.mark.parametrize("measure", [0, -1, 2.5, True])
 def test_what_cannot_be_timed_is_refused(measure):
-    with pytest.raises(ValueError, match=f"measure={measure!r}"):
-        summary(nn.Linear(4, 4), measure=measure)
-    with pytest.raises(ValueError, match=r"measure=4: layer '0' has no values \(meta\)"):
-        summary(nn.Sequential(nn.Linear(4, 4, device="meta")), measure=4)
+    with pytest.raises(ValueError, match=f"tokens={measure!r}"):
+        summary(nn.Linear(4, 4), tokens=measure)
+    with pytest.raises(ValueError, match=r"tokens=4: layer '0' has no values \(meta\)"):
+        summary(nn.Sequential(nn.Linear(4, 4, device="meta")), tokens=4)
+
+
+class Experts(nn.Module):
+    """Three experts in one parameter, as many mixtures keep them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Parameter(torch.zeros(3, 8, 16))
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Experts(), Experts()])
+        self.mix = nn.Linear(16, 16, bias=False)
+
+
+def test_experts_have_a_row_with_their_matrices_and_who_steps_them():
+    model = Mixture()
+    (row,) = summary(model).loose
+    assert (row.name, row.matrices, row.size) == ("blocks.*.stack", 0, "(3, 8, 16)")
+    assert row.stepped_by.startswith("AdamW")
+    assert "AdamW steps it, until declare_weights" in str(plan(model, BTT()))
+
+    class Declared(Experts):
+        pass
+
+    declare_weights(Declared, stack="e m n")
+    model.blocks = nn.ModuleList([Declared(), Declared()])
+    result = summary(model)
+    (row,) = result.loose
+    assert (row.matrices, row.size, row.params) == (6, "16 -> 8", 2 * 3 * 8 * 16)
+    for text in (str(result), str(plan(model, BTT()))):
+        (line,) = [line for line in text.splitlines() if "blocks.*.stack" in line]
+        assert line.split()[1] == "6"
+        assert "Muon and SOAP step each matrix" in line
+    assert str(result).splitlines()[-1].split() == ["other", "parameters", "0"]
+    assert result.other_params == row.params
+
+
+def test_a_plan_equals_itself_alone():
+    model = nn.Sequential(nn.Linear(16, 16))
+    first = plan(model, BTT(), init="project")
+    second = plan(model, BTT(), init="project")
+    assert first == first
+    assert first != second
+    assert len({first, second}) == 2

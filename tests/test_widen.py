@@ -188,7 +188,9 @@ def test_a_structured_model_costs_the_same_on_a_device_and_on_none():
             "dense's 52 FLOPs: no multiple of 16 will do: BTT(",
         ),
         ({"dense": nn.ReLU()}, ValueError, "model=ReLU has no parameter"),
-        ({"includes": "2"}, TypeError, "includes"),
+        ({"includes": "2"}, TypeError, "widen() got an unexpected keyword argument 'includes'"),
+        ({"init": "best"}, ValueError, "init='best' is unknown"),
+        ({"weight_norm": 1}, ValueError, "weight_norm=1 is of type int"),
         ({"include": "3"}, ValueError, "BTT(rank=1) fits none; the last refusal"),
     ],
 )

@@ -25,6 +25,7 @@ from rich.progress import track
 
 import structlin
 from benchmarks.harness import report, statistics
+from benchmarks.harness.figures import save_picture
 from benchmarks.harness.record import RESULTS, Row, save_json
 from benchmarks.harness.shown import Shown
 from benchmarks.harness.statistics import select
@@ -318,7 +319,7 @@ class Experiment(Shown):
         result["rows"] = rows
         Console(width=140, markup=False).print(*self.show(result), sep="\n")
         if self.draw and runs.path:
-            self.draw(result).savefig(runs.path.with_suffix(".png"), dpi=90)
+            save_picture(self.draw(result), runs.path.with_suffix(".png"))
         return result
 
     def _parser(self) -> argparse.ArgumentParser:

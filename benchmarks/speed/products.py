@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness import report, timing
 from benchmarks.harness.experiment import parser, result_path
-from benchmarks.harness.figures import panels
+from benchmarks.harness.figures import panels, save_picture
 from benchmarks.harness.race import Bench, Heat, Row, Variant, race
 from benchmarks.harness.statistics import select
 from benchmarks.speed.variants import TOLERANCE, compile_all, equal_flops_widths
@@ -294,4 +294,4 @@ if __name__ == "__main__":
     rows = BENCH.main()
     path = result_path(parser(None, workers=None).parse_known_args()[0], BENCH.name)
     if path and rows[0]["dtype"] == "float32":
-        picture({"rows": rows}).savefig(path.with_suffix(".png"), dpi=90)
+        save_picture(picture({"rows": rows}), path.with_suffix(".png"))

@@ -502,16 +502,20 @@ def cells_over_widths(result: Row) -> dict[tuple[str, str, str], list[Row]]:
 
 
 def fronts(result: Row) -> str:
-    """A table of docs/gpts.md: mean losses and seconds, a line for each data and dense width."""
+    """A table of docs/gpts.md: mean losses and seconds, a line for each data, dense width and kind,
+    a column for each optimizer."""
+    table = sorted(
+        result["table"],
+        key=lambda row: (row["setup"], row["width"], row["kind"] != "dense", row["kind"]),
+    )
     cells = {}
-    for row in sorted(result["table"], key=lambda row: (row["setup"], row["width"])):
+    for row in table:
+        line = f"{row['setup']}, {row['width']}: {row['kind']}"
         text = f"{fmean(row['losses']):.3f} ({row['seconds']:.0f} s)"
         if one_sided(result, row):
             text += " *"
-        cells[f"{row['setup']}, {row['width']}", name_of(row)] = text
-    columns = {column for _, column in cells}
-    dense_first = sorted(columns, key=lambda name: (not name.startswith("dense"), name))
-    return report.pivot(cells, dense_first)
+        cells[line, row["optimizer"]] = text
+    return report.pivot(cells, sorted({optimizer for _, optimizer in cells}))
 
 
 def name_of(row: Row) -> str:
@@ -545,27 +549,22 @@ def verdicts(result: Row) -> str:
     table = result["table"]
     lines = []
     for row in sorted(structured(table), key=lambda row: [row[name] for name in WHERE]):
-        ratios = row["over dense"]
         best = best_dense(table, row)
+        against_best = percents(over(row["losses"], best["losses"]))
         # what another optimizer than SOAP costs a structured model on a Xeon is not known
         is_soap = row["optimizer"].startswith("SOAP")
         lines.append(
             [
-                row["setup"],
-                str(row["width"]),
-                name_of(row),
-                str(row["own_width"]),
-                percents(ratios.get("Muon")),
-                percents(ratios.get("SOAP")),
-                percents(ratios.get(row["optimizer"])),
-                f"{percents(over(row['losses'], best['losses']))} ({best['optimizer']})",
-                percents(ratios.get("seconds")),
+                f"{row['setup']}, {row['width']}",
+                f"{name_of(row)}, width {row['own_width']}",
+                percents(row["over dense"].get(row["optimizer"])),
+                f"{against_best} ({best['optimizer']})",
+                percents(row["over dense"].get("seconds")),
                 percents(at_seconds_of_a_xeon(table, row)) if is_soap else "",
             ]
         )
-    titles = ["same FLOPs, Muon", "same FLOPs, SOAP", "same FLOPs, same optimizer"]
-    titles += ["same FLOPs, best dense", "same seconds", "same seconds, Xeon (estimate)"]
-    return report.table(["", "dense width", "structured", "its width", *titles], lines)
+    titles = ["structured", "same FLOPs and optimizer", "same FLOPs, best dense"]
+    return report.table(["", *titles, "same seconds", "same seconds, Xeon (estimate)"], lines)
 
 
 def best_of_both(result: Row) -> str:
@@ -666,6 +665,14 @@ def numbers(result: Row) -> dict[str, str]:
                 shares = [100 * share for share in sooner(table, row["setup"], ours)]
                 if all(map(math.isfinite, shares)):
                     texts[f"{prefix}.{NAMES[row['setup']]}_sooner"] = span(shares, ".0f")
+    for row in select(table, **{**OURS["gpts"], "setup": "Python", "width": 128}):
+        texts["gpts.characters_own_narrow"] = percents(row["over dense"].get("SOAP"))
+
+    lower_by_adamw = []
+    for row in filter(is_structured_by_adamw, table):
+        lower_by_adamw += [100 * (1 - ratio) for ratio in row["over dense"]["AdamW"]]
+    if lower_by_adamw:
+        texts["gpts.adamw_lower"] = span(lower_by_adamw, ".1f")
     texts["gpts.rate_moves"] = f"{2 ** rate_moves(result):.0f}"
 
     shared = {"setup": "Python", "kind": "BTT r=4", "width": tuned_width}
@@ -686,6 +693,10 @@ def numbers_against_dense(prefix: str, row: Row, suffix: str) -> dict[str, str]:
         if ratios and None not in ratios:
             texts[f"{prefix}.{NAMES[row['setup']]}_{way}{suffix}"] = percents(ratios)
     return texts
+
+
+def is_structured_by_adamw(row: Row) -> bool:
+    return row["kind"] != "dense" and "AdamW" in row["over dense"] and row["optimizer"] == "AdamW"
 
 
 def at_seconds_of_a_xeon(table: Sequence[Row], row: Row) -> list[float | None] | None:

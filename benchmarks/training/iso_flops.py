@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 import structlin
-from benchmarks.harness import figures, models, report, training
+from benchmarks.harness import figures, models, record, report, training
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs
 from benchmarks.harness.statistics import log_loss, select, values
 from benchmarks.harness.tasks import Batch
@@ -363,12 +363,12 @@ Front = dict[float, list[float]]  # budget -> the test losses of all seeds, at t
 
 
 def front_of(table: Sequence[Row], seeds: int, **line: str) -> Front:
-    """The front of one setup, optimizer and kind, over the budgets at which so many seeds ran and
-    none diverged."""
+    """The front of one setup, optimizer and kind, over the budgets at which so many seeds or
+    more ran, and none diverged."""
     return {
         row["budget"]: row["losses"]
         for row in select(table, **line)
-        if len(row["losses"]) == seeds and all(row["losses"])
+        if len(row["losses"]) >= seeds and all(row["losses"])
     }
 
 
@@ -403,7 +403,7 @@ def compare(table: Sequence[Row]) -> list[Row]:
         dense = front_of(table, len(row["losses"]), kind="dense", **line)
         if row["budget"] not in dense:
             continue
-        pairs = zip(row["losses"], dense[row["budget"]], strict=True)
+        pairs = zip(row["losses"], dense[row["budget"]], strict=False)  # the seeds of both
         compared = line | {"kind": row["kind"], "budget": row["budget"]}
         compared["above"] = [100 * (loss / other - 1) for loss, other in pairs]
         if len(dense) > 1:
@@ -445,7 +445,53 @@ def numbers(result: Row) -> dict[str, str]:
     for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
         budget = f"{row['budget']:.0e}".replace("+", "")
         texts[f"iso.{row['optimizer']}_{budget}"] = span(row["above"], "+.1f")
+    return texts | numbers_in_words(result) | numbers_of_a_longer_run(result)
+
+
+def numbers_in_words(result: Row) -> dict[str, str]:
+    """The same at the largest budget at which every optimizer has more than one seed."""
+    rows = select(compare(result["table"]), setup="Python", kind="BTT r=4")
+    above = {
+        (row["optimizer"], row["budget"]): row["above"] for row in rows if len(row["above"]) > 1
+    }
+    optimizers = {optimizer for optimizer, _ in above}
+    budget = max(
+        budget
+        for _, budget in above
+        if all((optimizer, budget) in above for optimizer in optimizers)
+    )
+    texts = {"iso.budget": f"{budget:.0e}".replace("+", "")}
+    for optimizer in optimizers:
+        texts[f"iso.{optimizer.lower()}"] = in_words(above[optimizer, budget])
     return texts
+
+
+def in_words(above: Sequence[float]) -> str:
+    """By how much a loss differs from dense's in the mean of the seeds.
+
+    >>> in_words([-1.0, -2.0]), in_words([0.5])
+    ('1.5 % lower', '0.5 % higher')
+    """
+    mean = fmean(above)
+    return f"{abs(mean):.1f} % {'lower' if mean < 0 else 'higher'}"
+
+
+def numbers_of_a_longer_run(result: Row) -> dict[str, str]:
+    """Dense on characters by SOAP at the budget nearest to the FLOPs of dense 256 of `gpt_seconds`,
+    which is wider and trains on fewer tokens."""
+    place = {"setup": "Python", "kind": "dense", "optimizer": "SOAP"}
+    (wide,) = select(record.read("gpt_seconds")["table"], **place, width=256)
+    flops = wide["flops"] * wide["steps"]
+    longer = min(
+        select(result["table"], **place), key=lambda row: abs(math.log(row["budget"] / flops))
+    )
+    return {
+        "iso.longer_width": str(longer["width"]),
+        "iso.longer_steps": f"{longer['steps']:,}",
+        "iso.longer_loss": f"{fmean(longer['losses']):.3f}",
+        "iso.longer_flops": f"{100 * longer['budget'] / flops:.0f} %",
+        "iso.wide_loss": f"{fmean(wide['losses']):.3f}",
+    }
 
 
 def draw(result: Row) -> figures.Figure:

@@ -6,14 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._hosts.registry import padding_masks
+
 HIDDEN = -100.0  # a mask that is added to the scores hides with this or less
-# Arguments of models that tell padding, and whether a true entry is a token in them.
-MASKS = {
-    "attention_mask": True,  # transformers
-    "decoder_attention_mask": True,
-    "src_key_padding_mask": False,  # torch.nn
-    "tgt_key_padding_mask": False,
-}
+# Arguments of torch.nn that tell padding, and whether a true entry is a token in them.
+TORCH_MASKS = {"src_key_padding_mask": False, "tgt_key_padding_mask": False}
 
 
 def name_arguments(
@@ -41,7 +38,7 @@ def find_masks(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
     named = name_arguments(model, args, kwargs)
     _check_ids(model, named)
     masks = []
-    for name, true_is_token in MASKS.items():
+    for name, true_is_token in {**padding_masks(), **TORCH_MASKS}.items():
         mask = named.get(name)
         if not isinstance(mask, Tensor) or mask.ndim != 2:
             continue

@@ -20,8 +20,6 @@ as it is.
 """
 
 import contextvars
-import inspect
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
@@ -38,6 +36,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
+from .._hosts.registry import call_options
 from .._model.calls import split_batch
 from .._model.transaction import Step, completed_at_end
 from .._projection.matrices import limit_threads
@@ -67,9 +66,9 @@ class Call:
         args, kwargs = copy_batch(self.args, self.kwargs)
         if input_gradients:
             args, kwargs = tree_map(_require_gradient, (args, kwargs))
-        cache = _leave_out_cache(model, args, kwargs)
+        options = call_options(model, name_arguments(model, args, kwargs))
         with CheckNumbers(model):
-            return model(*args, **kwargs, **cache)
+            return model(*args, **kwargs, **options)
 
 
 def _require_gradient(value: Any) -> Any:
@@ -107,18 +106,6 @@ def copy_batch(
             f"batches: {refused}, which a batch has at {refused.path}: each run of the model gets "
             "a copy of the batch, so give what can be copied"
         ) from refused
-
-
-def _leave_out_cache(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The keyword by which a model of transformers keeps no keys and values of all its layers."""
-    owner = sys.modules.get("transformers.modeling_utils")
-    if owner is None or not isinstance(model, owner.PreTrainedModel):
-        return {}
-    taken = "use_cache" in inspect.signature(model.forward).parameters
-    given = "use_cache" in name_arguments(model, args, kwargs)
-    return {"use_cache": False} if taken and not given else {}
 
 
 # ---- the calls made again ------------------------------------------------------------------------

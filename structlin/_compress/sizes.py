@@ -18,10 +18,10 @@ from .._projection.curve import COUNTS, Curve, Size, list_sizes, measure_curve
 from .._projection.solve import project, relative_error
 from .._structure.arguments import require_choice
 from .._structure.families import Dense, Family, Split
+from .knapsack import choose
 from .replay import Replay
 from .sensitivity import Covariances, Loss, measure_change, measure_covariances
 
-NEGLIGIBLE_GAIN = 1e-12  # in squared relative error: rounding
 # Shares of a dense layer's cost that a block's layers keep while the harm is measured. By trial:
 # SmolLM2-135M at 0.6 has 20 % less excess perplexity on C4 than without (docs/compress.md).
 SHARES = 0.75, 0.4
@@ -224,13 +224,10 @@ def choose_sizes(decisions: Sequence[Decision], share: Share, curves: Curves) ->
 
 
 def allocate(curves: Sequence[Curve], keep: float, weights: Sequence[float]) -> list[Size]:
-    """A size for each layer: the least sum of weight times squared error within `keep`.
+    """A size for each layer: the least sum of weight times squared error within `keep`, to 1 %.
 
-    Greedy on the lower convex hull of each layer's curve: all layers start at the smallest size,
-    then the step that lowers the sum most for its cost is taken, as long as it fits; of the first
-    that does not, its layer gets the best size that does. The order of the steps does not depend on
-    `keep`: a larger one never gives a layer a smaller size, nor a larger sum. The last step of
-    a layer leaves it dense, without error, and no other size costs as much as that.
+    See `knapsack.choose`. A larger `keep` never has a sum that is larger by more than 1 %. The last
+    size of a layer leaves it dense, without error; no other size costs as much.
 
     Args:
         curves: of each layer, see `measure_curve`.
@@ -247,24 +244,8 @@ def allocate(curves: Sequence[Curve], keep: float, weights: Sequence[float]) -> 
     [LowRank(rank=1), LowRank(rank=7)]
     """
     limit = keep * sum(curve.sizes[-1].cost for curve in curves)
-    spent = sum(curve.sizes[0].cost for curve in curves)
-    paths = [_hull(curve) for curve in curves]
-    steps: list[tuple[float, int]] = []  # minus what a step gains for its cost, the layer
-    for n, curve in enumerate(curves):
-        for here, there in pairwise(paths[n] if weights[n] > 0 else []):
-            steps.append((-weights[n] * _slope(curve, here, there), n))
-    found = [0] * len(curves)
-    for _, n in sorted(steps):
-        curve, (here, there) = curves[n], paths[n][:2]
-        # a layer's steps come in its path's order, as they gain less and less for their cost
-        others = spent - curve.sizes[here].cost
-        fit = [m for m in range(here, there + 1) if others + curve.sizes[m].cost <= limit]
-        found[n] = min(fit, key=lambda m: curve.errors[m])
-        if there not in fit:  # but perhaps a size on the way was
-            break
-        spent = others + curve.sizes[there].cost
-        del paths[n][0]
-    return [curve.sizes[m] for curve, m in zip(curves, found, strict=True)]
+    options = choose(curves, limit, weights).options
+    return [curve.sizes[option] for curve, option in zip(curves, options, strict=True)]
 
 
 def _require_room(sizes: Sequence[Sequence[Size]], keep: float, count: str) -> None:
@@ -275,22 +256,3 @@ def _require_room(sizes: Sequence[Sequence[Size]], keep: float, count: str) -> N
             f"keep={keep} is {int(keep * total):,} {COUNTS[count]}; the smallest structures of "
             f"these layers have {spent:,}: keep={least:.4f} or more"
         )
-
-
-def _hull(curve: Curve) -> list[int]:
-    """Indices of the lower convex hull of error against cost, ascending."""
-    path: list[int] = []
-    for n in range(len(curve.sizes)):
-        # the path's last point is on or above the line from the one before it to this size
-        while len(path) > 1 and _slope(curve, path[-1], n) >= _slope(curve, *path[-2:]):
-            path.pop()
-        # a larger size that gains nothing is no point of the path
-        if not path or curve.errors[path[-1]] - curve.errors[n] > NEGLIGIBLE_GAIN * curve.whole:
-            path.append(n)
-    return path
-
-
-def _slope(curve: Curve, here: int, there: int) -> float:
-    """What the larger of two sizes gains in squared error, for each parameter or FLOP more."""
-    gain = curve.errors[here] - curve.errors[there]
-    return gain / (curve.sizes[there].cost - curve.sizes[here].cost)

@@ -12,6 +12,8 @@ from .._structure.families import DEFAULT
 from ..scaling import INITS
 from .plan import Plan, check_values, project_by_weight, warn_of
 
+STARTS = ("match", *INITS, "project")  # how a converted layer may start
+
 
 def convert(
     model: nn.Module,
@@ -113,7 +115,7 @@ def plan(
         0   1   other   64 -> 256   - (excluded)
         2   1   other   256 -> 64   LowRank(rank=8)    2,560    15.6%         5,120    15.6%
     """
-    require_choice("init", init, ("match", *INITS, "project"))
+    require_choice("init", init, STARTS)
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
     decisions = decide(model, structure, zero_init=zero_init, untie=untie, **selection)
     targets, found = list_targets(decisions), {}

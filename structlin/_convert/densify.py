@@ -2,12 +2,12 @@
 
 from torch import nn
 
+from .._hosts.registry import find_declare
 from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
 from .._model.linears import build_dense_layer, linear_layers, replace_layers
 from .._model.obstacles import find_reason_to_keep, require_replaceable
 from .._structure.arguments import checked
-from .plan import find_declare
 
 
 @checked

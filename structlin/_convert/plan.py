@@ -4,9 +4,8 @@
 the new layers and swaps them in.
 """
 
-import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isclose
@@ -15,17 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._hosts import registry
+from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear, uninitialised
 from .._model.decide import Decision
-from .._model.kinds import carry_attributes, is_conv1d
+from .._model.kinds import carry_attributes
 from .._model.linears import Layer, find_loose_matrices, replace_layers, require_unchanged
-from .._model.obstacles import holds_parts_of_transformers, require_replaceable
+from .._model.obstacles import require_replaceable
 from .._model.transaction import Step
 from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
 from .._structure.families import explain_padding, label
 from .._structure.structure import Structure
-from .summary import Table, hide_numbers, name_group, percent
+from .summary import Table, group_loose_matrices, hide_numbers, name_group, percent
 
 _AGAIN = "make a new one"
 
@@ -68,9 +69,11 @@ class Snapshot:
         return self.module._parameters.get(self.name)
 
 
-@dataclass
+@dataclass(eq=False)
 class Plan:
     """What `convert` or `compress` will do. Printing it shows every linear layer; `apply` does it.
+
+    A plan is for one model and applied once, so it equals itself alone.
 
     Attributes:
         model: the model that will be changed.
@@ -131,7 +134,7 @@ class Plan:
                     "alone; load the weights, and make a new one"
                 )
         require_replaceable(self.model)
-        declare = find_declare(self.model)
+        declare = registry.find_declare(self.model)
         require_unchanged(self.model, targets)
         self._require_same_values()
         new = [
@@ -143,7 +146,7 @@ class Plan:
         def finish(model: nn.Module, undo: list[Step]) -> None:
             self._write_values(undo)
             if self.untie:
-                declare_untied(model)
+                registry.declare_untied(model)
             declare(model)
 
         model = replace_layers(self.model, new, finish)
@@ -226,8 +229,9 @@ class Plan:
         for group in groups.values():
             names = [decision.layer.name for decision in group]
             table.row(name_group(names, alike[hide_numbers(names[0])]), *self._show(group))
-        for matrix in find_loose_matrices(self.model):
-            table.row(matrix, "", "", "", "- (a parameter, no linear layer)")
+        for loose in group_loose_matrices(self.model):
+            reason = f"- (a parameter, no linear layer: {loose.stepped_by})"
+            table.row(loose.name, loose.count, loose.role, loose.size, reason)
         return str(table)
 
     def _show(self, group: Sequence[Decision]) -> list[str]:
@@ -313,7 +317,7 @@ def warn_of(planned: Plan) -> None:
     if hooked:
         texts.append(f"left dense, for they have hooks, which would be lost: {', '.join(hooked)}")
     if loose := find_loose_matrices(planned.model):
-        names = ", ".join(loose)
+        names = ", ".join(map(str, loose))
         texts.append(f"left dense, for they are parameters and no linear layers: {names}")
     fresh = [d.layer for d in planned.decisions if d.structure is not None and not d.zero_init]
     if planned.init == "match" and (unknown := [x.name for x in fresh if x.matrix.is_meta]):
@@ -321,15 +325,11 @@ def warn_of(planned: Plan) -> None:
             "init='match' takes the scale of the dense weights, and these have no values (meta): "
             f"{', '.join(unknown[:5])}; they start by init='mup'"
         )
-    source = getattr(getattr(planned.model, "config", None), "_name_or_path", "")
+    source = registry.source_of(planned.model)
     if source and planned.init != "project":
         afresh = f"init={planned.init!r} starts its converted layers afresh"
         texts.append(f"the model was loaded from {source!r}: {afresh}")
-    if holds_parts_of_transformers(planned.model):
-        texts.append(
-            f"{type(planned.model).__name__} has modules of transformers: if it is a part of a "
-            "model with save_pretrained, call structlin.hf.declare on that model before"
-        )
+    texts += registry.warnings_of_parts(planned.model)
     for text in texts:
         warn(text)
 
@@ -357,38 +357,3 @@ def _list_padding(planned: Plan) -> list[str]:
         if text := explain_padding(given, new, layer.in_features, layer.out_features):
             padded.setdefault(f"{label(given)}: {text}", []).append(repr(layer.name))
     return [f"layer {', '.join(names)}: {text}" for text, names in padded.items()]
-
-
-# ---- transformers --------------------------------------------------------------------------------
-
-
-def declare_untied(model: nn.Module) -> None:
-    """Say in the config of a transformers model that its embeddings are not tied: the next load
-    would tie them otherwise."""
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        parts = (getattr(config, name, None) for name in ("text_config", "decoder"))
-        for part in (config, *parts):
-            if getattr(part, "tie_word_embeddings", False):
-                part.tie_word_embeddings = False
-
-
-def find_declare(model: nn.Module) -> Callable[[nn.Module], None]:
-    """What lets transformers know which layers are structured, so that `save_pretrained` writes it
-    down.
-
-    A transformers that structlin.hf cannot use stops nobody who converts another model.
-
-    Raises:
-        ImportError: it cannot be used, and `model` has modules of it. Ask before they change.
-    """
-    owner = sys.modules.get("transformers.modeling_utils")
-    if owner is not None:
-        try:
-            from ..hf import declare
-
-            return declare
-        except ImportError:
-            if any(isinstance(module, owner.PreTrainedModel) for module in model.modules()):
-                raise
-    return lambda model: None

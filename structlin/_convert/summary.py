@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
+from math import prod
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -15,9 +16,9 @@ from torch import Tensor, nn
 
 from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
-from .._model.linears import Layer, linear_layers
+from .._model.linears import Layer, LooseMatrices, find_loose_matrices, linear_layers
 from .._model.parameters import parameters_of
-from .._structure.arguments import checked
+from .._structure.arguments import checked, require_positive
 
 ROUNDS = 9  # in which each layer is timed
 NUMBER = r"(?<![^.])\d+(?![^.])"  # a part of a dotted name that is a number
@@ -134,11 +135,29 @@ class Row:
 
 
 @dataclass(frozen=True)
+class LooseRow:
+    """Parameters that are alike, each of one or more matrices that no linear layer holds."""
+
+    name: str  #: as of `Row`
+    role: str  #: "experts" or "attention"
+    matrices: int  #: in all of the parameters; 0: nobody knows how they lie
+    size: str  #: inputs and outputs of each matrix, or the shape of the parameter
+    params: int
+    stepped_by: str  #: which optimizers step them, and how
+
+    @property
+    def count(self) -> str:
+        """The cell for the number of matrices."""
+        return f"{self.matrices}" if self.matrices else ""
+
+
+@dataclass(frozen=True)
 class Summary:
     """The linear layers of a model against the same layers dense. Print it."""
 
     rows: tuple[Row, ...]
     other_params: int  #: parameters that are no matrix of a linear layer
+    loose: tuple[LooseRow, ...] = ()  #: those of them that are matrices, such as experts
 
     @property
     def params(self) -> int:
@@ -182,7 +201,11 @@ class Summary:
         dense = sum(row.dense_params for row in self.rows)
         cells = _cells(self, dense, show_bytes=bool(sizes))
         table.row("linear layers", f"{layers}", "", "", *cells)
-        table.row("other parameters", "", "", "", f"{self.other_params:,}")
+        for loose in self.loose:
+            what = f"{loose.role}: {loose.stepped_by}"
+            table.row(loose.name, loose.count, loose.size, what, f"{loose.params:,}")
+        others = self.other_params - sum(loose.params for loose in self.loose)
+        table.row("other parameters", "", "", "", f"{others:,}")
         return str(table)
 
 
@@ -196,20 +219,21 @@ def _cells(part: Row | Summary, dense: int, *, show_bytes: bool) -> list[str]:
 
 
 @checked
-def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
+def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     """Layer, structure, parameters and FLOPs of every linear layer of `model`, against dense.
 
     Equal layers are one row. Where layers whose names differ in numbers alone are not equal, a row
     gives its layers' numbers, as in `h.{0,3-5}.mlp.fc1`. A column "bytes" stands where parameters
-    are not float32.
+    are not float32. Below the layers stand parameters of several matrices, such as the experts of a
+    mixture: how many there are, their inputs and outputs, and which optimizers step them.
 
     Args:
-        measure: tokens of a forward and a backward pass that is timed: the first layer of each row
+        tokens: of a forward and a backward pass that is timed: the first layer of each row
             in turn with a dense one, medians of nine rounds, without optimizer. The times in the
             table are of all layers of a row, one after the other. None: nothing runs.
 
     Raises:
-        ValueError: the model has no linear layer; `measure` is not positive; a layer to be timed
+        ValueError: the model has no linear layer; `tokens` is not positive; a layer to be timed
             has no values (meta) or is sharded.
 
     >>> from structlin import LowRank, convert
@@ -221,6 +245,8 @@ def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
     linear layers      2                                  2,048    25.0%         4,096    25.0%
     other parameters                                        128
     """
+    if tokens is not None:
+        require_positive("tokens", tokens)
     layers = linear_layers(model)
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
@@ -234,14 +260,33 @@ def summary(model: nn.Module, *, measure: int | None = None) -> Summary:
         if key in merged:
             merged[key] = _join(merged[key], row)
             continue
-        seconds, dense = (None, None) if measure is None else _time(layer, measure)
+        seconds, dense = (None, None) if tokens is None else _time(layer, tokens)
         merged[key] = replace(row, seconds=seconds, dense_seconds=dense)
     alike = defaultdict[str, list[str]](list)
     for layer in layers:
         alike[hide_numbers(layer.name)].append(layer.name)
     rows = [replace(row, name=name_group(row.names, alike[row.name])) for row in merged.values()]
     others = (parameter for parameter in model.parameters() if parameter not in matrices)
-    return Summary(tuple(rows), sum(parameter.numel() for parameter in others))
+    other_params = sum(parameter.numel() for parameter in others)
+    return Summary(tuple(rows), other_params, tuple(group_loose_matrices(model)))
+
+
+def group_loose_matrices(model: nn.Module) -> list[LooseRow]:
+    """A row for parameters of matrices that no linear layer holds, alike ones in one row."""
+    groups = defaultdict[tuple[object, ...], list[LooseMatrices]](list)
+    alike = defaultdict[str, list[str]](list)
+    for matrices in find_loose_matrices(model):
+        pattern = hide_numbers(matrices.name)
+        alike[pattern].append(matrices.name)
+        groups[pattern, matrices.shape, matrices.size].append(matrices)
+    rows = []
+    for group in groups.values():
+        first = group[0]
+        name = name_group([matrices.name for matrices in group], alike[hide_numbers(first.name)])
+        count = sum(matrices.count for matrices in group)
+        params = len(group) * prod(first.shape)
+        rows.append(LooseRow(name, first.role, count, first.size, params, first.stepped_by))
+    return rows
 
 
 def _describe(layer: Layer) -> Row:
@@ -292,7 +337,7 @@ def _time(layer: Layer, tokens: int) -> tuple[float, float]:
     if weight is None or weight.is_meta or hasattr(weight, "full_tensor"):
         sharded = weight is not None and not weight.is_meta
         reason = "is sharded: gather it first" if sharded else "has no values (meta)"
-        raise ValueError(f"measure={tokens}: layer {layer.name!r} {reason}")
+        raise ValueError(f"tokens={tokens}: layer {layer.name!r} {reason}")
     device, dtype = weight.device, getattr(module, "compute_dtype", weight.dtype)
     random = torch.Generator(device).manual_seed(0)  # the user's random numbers stay
     shape = layer.in_features, layer.out_features

@@ -15,10 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from .._model.calls import eval_mode, split_batch
 from .._model.decide import Spec
+from .._model.select import Patterns
 from .._structure.arguments import checked, require_choice, show
 from .._structure.families import DEFAULT, label
 from .._torch import tree_map
-from .convert import convert, plan
+from .convert import STARTS, convert, plan
 from .summary import Table, percent, summary
 
 MAX_WIDTH = 1 << 20
@@ -112,7 +113,13 @@ def widen(
     match: str = "flops",
     example: Any = None,
     multiple: int = 16,
-    **options: Any,
+    include: Patterns | None = None,
+    exclude: Patterns = (),
+    overrides: Mapping[Any, Spec | None] | None = None,
+    init: str = "match",
+    weight_norm: bool = False,
+    zero_init: Patterns = (),
+    untie: bool = False,
 ) -> Widened:
     """The largest width at which `build(width)`, converted, costs no more than the dense model.
 
@@ -137,12 +144,13 @@ def widen(
         example: a batch, see `cost`; without one FLOPs are those of the linear layers for one
             token.
         multiple: widths that are tried are multiples of it: the size of a head, or 64 for a GPU.
-        options: of `convert`, such as include, zero_init, weight_norm.
+        include, exclude, overrides, init, weight_norm, zero_init, untie: as of `convert`, for the
+            model of each width.
 
     Raises:
-        ValueError: no width meets the budget, or all do; an unknown `match`.
+        ValueError: no width meets the budget, or all do; an unknown `match` or `init`.
         TypeError: `build` is no function, or returns no module; `dense` is neither one integer nor
-            a module; an option that `convert` does not have.
+            a module.
     Source: Qiu et al. 2024 (arXiv:2406.06248), sections 4, 5 and appendix G.2.
 
     >>> from structlin import BTT
@@ -153,6 +161,9 @@ def widen(
     BTT(rank=1)    8192   1,056,768   100.7%   2,097,152   100.0%
     """
     require_choice("match", match, ("flops", "params"))
+    require_choice("init", init, STARTS)
+    options: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
+    options |= {"init": init, "weight_norm": weight_norm, "zero_init": zero_init, "untie": untie}
     if isinstance(build, nn.Module):
         raise TypeError(f"build={show(build)} must be a function from a width to a model")
     costs: dict[int, Cost] = {}  # of the widths that fit

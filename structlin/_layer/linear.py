@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from .._engine import product
 from .._engine.operators import Affine
+from .._hosts.transformers import is_guarded
 from .._projection.solve import project
 from .._structure.arguments import check_cores, check_dense, check_input, checked, require_choice
 from .._structure.families import DEFAULT, Family, label, structure_of, warn_of_padding
 from .._structure.order import warn_of_order
 from .._structure.structure import Structure
-from ..duality import dualize
+from ..duality import polar_factor
 from ..scaling import INITS, expected_norm, init_std
-from .state import DescribedModule, is_guarded
+from .state import DescribedModule
 from .weight import InPlaceOfLinear
 
 
@@ -128,7 +129,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
             elif self.init == "orthogonal":
                 gaussian = torch.randn_like(parameter, dtype=torch.float32)
                 scale = std * sqrt(max(core.fan_out, core.fan_in))  # over a block's own RMS
-                parameter.copy_(scale * dualize(gaussian, method="svd"))
+                parameter.copy_(scale * polar_factor(gaussian, method="svd"))
             else:
                 parameter.normal_(0, std)
             if n == len(self.cores) - 1:

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from .._engine import operators, product
+from .._hosts.transformers import is_guarded
 from .._structure.arguments import check_cores, check_input
 from .linear import StructuredLinear
-from .state import is_guarded
 
 LEAST, LARGEST = -128, 127
 

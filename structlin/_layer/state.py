@@ -10,41 +10,17 @@ the mean of two states would change it. `structlin.save` writes a description be
 instead, and transformers' files have a row of their own (hf.py).
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from .._hosts.transformers import InitialisedModule
 
 KEY = "structlin"
 # An entry of a state that dense layers refuse, for its shape: structlin.hf writes a row of bytes.
 GUARD = "weight"
 
 
-class DescribedModule(nn.Module):
+class DescribedModule(InitialisedModule):
     """A module whose state dict says what it computes with, and which refuses another's."""
-
-    _undrawn: bool  #: made on the meta device, where nothing could be drawn
-
-    @property
-    def _is_hf_initialized(self) -> bool:
-        """transformers sets this once its `_init_weights`, which knows no structured layers, has
-        seen the module. By then what the file lacks has memory, but no values: it is drawn here."""
-        return bool(vars(self).get("_is_hf_initialized", False))
-
-    @_is_hf_initialized.setter
-    def _is_hf_initialized(self, value: bool) -> None:
-        vars(self)["_is_hf_initialized"] = value
-        if value and getattr(self, "_undrawn", False):
-            self._draw(_has_values)
-
-    @_is_hf_initialized.deleter
-    def _is_hf_initialized(self) -> None:
-        vars(self).pop("_is_hf_initialized", None)
-
-    def _draw(self, keeps: Callable[[Tensor], bool]) -> None:
-        """Draw all parameters anew but those that `keeps` is true of, and set `_undrawn`."""
-        raise NotImplementedError
 
     def computes_with(self) -> dict[str, Any]:
         """Everything but tensors that decides what the module computes, as plain data."""
@@ -74,25 +50,6 @@ class DescribedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *told)
         if local_metadata.get("assign_to_params_buffers"):
             self._undrawn = False
-
-
-def is_guarded(parameter: Tensor) -> bool:
-    """Whether the functions of torch.nn.init leave `parameter` as it is.
-
-    While transformers initialises a model, they leave all that it has read from a file. It marks
-    these parameters for good, and stops the functions only for that time.
-    """
-    if not getattr(parameter, "_is_hf_initialized", False):
-        return False
-    probe: Any = torch.ones((), device="cpu")
-    probe._is_hf_initialized = True
-    nn.init.zeros_(probe)
-    return bool(probe)
-
-
-def _has_values(parameter: Tensor) -> bool:
-    read = getattr(parameter, "_is_hf_initialized", False)
-    return read or (not parameter.is_inference() and parameter._version > 0)
 
 
 def tell_difference(own: dict[str, Any], said: Any) -> str:

@@ -21,17 +21,18 @@ def find_ends(layers: Sequence[Layer]) -> list[Layer]:
 
     By its name; in a plain nn.Sequential of an MLP it is the last one.
     """
-    last: dict[str, Layer] = {}  # of each folder whose layers are only numbered
+    last_numbered: dict[str, Layer] = {}  # of each folder whose layers are only numbered
     for layer in layers:
-        folder, _, own = layer.name.rpartition(".")
-        if layer.role == "ffn" and own.isdigit():
-            last[folder] = layer
-    return [
-        layer
-        for layer in layers
-        if re.search(_ENDS.get(layer.role, r"$^"), layer.name, re.IGNORECASE)
-        or layer in last.values()
-    ]
+        folder, _, child = layer.name.rpartition(".")
+        if layer.role == "ffn" and child.isdigit():
+            last_numbered[folder] = layer
+    ends = []
+    for layer in layers:
+        pattern = _ENDS.get(layer.role, r"$^")
+        is_named_so = re.search(pattern, layer.name, re.IGNORECASE)
+        if is_named_so or layer in last_numbered.values():
+            ends.append(layer)
+    return ends
 
 
 def _repeats(parent: nn.Module, child: nn.Module) -> bool:
@@ -46,8 +47,8 @@ def _repeats(parent: nn.Module, child: nn.Module) -> bool:
 def find_block(modules: Mapping[str, nn.Module], name: str) -> str | None:
     """The block that holds what has this dotted name: the outermost module on its way that
     is repeated, has modules of its own and is no layer; None outside of all blocks."""
-    parts = name.split(".")
-    paths = [".".join(parts[:n]) for n in range(len(parts))]
+    words = name.split(".")
+    paths = [".".join(words[:n]) for n in range(len(words))]
     for parent, child in pairwise(paths):
         if child not in modules:
             return None
@@ -66,8 +67,12 @@ def blocks_of_parameters(model: nn.Module) -> dict[str, str]:
     ('1', '2', False)
     """
     modules = dict(named_modules(model))
-    found = {info.name: find_block(modules, info.name) for info in parameters_of(model)}
-    return {name: block for name, block in found.items() if block is not None}
+    blocks = {}
+    for info in parameters_of(model):
+        block = find_block(modules, info.name)
+        if block is not None:
+            blocks[info.name] = block
+    return blocks
 
 
 def blocks_of_layers(
@@ -82,12 +87,14 @@ def blocks_of_layers(
     >>> [(name, len(held)) for name, held in blocks_of_layers(model, linear_layers(model)).values()]
     [('1', 2), ('2', 2)]
     """
-    modules, layers = dict(model.named_modules(remove_duplicate=False)), list(layers)
-    found: dict[nn.Module, tuple[str, list[Layer]]] = {}
+    modules = dict(model.named_modules(remove_duplicate=False))
+    layers = list(layers)
+    blocks: dict[nn.Module, tuple[str, list[Layer]]] = {}
     for layer in layers:
         name = find_block(modules, layer.name)
         if name is not None:
-            found.setdefault(modules[name], (name, []))[1].append(layer)
-    if not found and all(layer.module is not model for layer in layers):
+            _, layers_of_block = blocks.setdefault(modules[name], (name, []))
+            layers_of_block.append(layer)
+    if not blocks and all(layer.module is not model for layer in layers):
         return {model: ("", layers)}
-    return found
+    return blocks

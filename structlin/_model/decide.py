@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from .._hosts.registry import require_whole
 from .._structure.families import Family, label, structure_of
 from .._structure.structure import Structure
 from .kinds import PROTECTED
 from .linears import Layer, linear_layers
-from .obstacles import require_replaceable, require_whole
+from .obstacles import require_replaceable
 from .select import Patterns, Rule, find_first, find_rules
 
 Spec = Family | Structure

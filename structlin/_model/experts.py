@@ -5,30 +5,15 @@ A weight holds several matrices, and one einops text says how: `e` experts of `m
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from .._hosts import registry
 from .._layer.linear import StructuredLinear
 from .._structure.arguments import checked, show
 
-ROWS = "e m n"  # each expert as nn.Linear stores its weight
-COLUMNS = "e n m"  # and transposed
-
-# modules of transformers without its decorator `use_experts_implementation`, and of torchtitan
-_BY_CLASS_NAME = {
-    "Llama4TextExperts": {"gate_up_proj": "e n (f m)", "down_proj": COLUMNS},
-    "LongcatFlashExperts": {"gate_up_proj": "e (f m) n", "down_proj": ROWS},
-    "Step3p7Experts": {"gate_up_proj": "e (f m) n", "down_proj": ROWS},
-    "InklingSharedExperts": {"gate_proj": ROWS, "up_proj": ROWS, "down_proj": ROWS},
-    "JetMoeParallelExperts": {"weight": ROWS},
-    "GroupedExperts": {"w1_EFD": ROWS, "w2_EDF": ROWS, "w3_EFD": ROWS},
-    "FusedGroupedExperts": {"w13": "e m f n", "w2_EDF": ROWS},
-    "GptOssGroupedExperts": {"mlp1_weight_EGD": "e (m f) n", "mlp2_weight_EDF": ROWS},
-}
-_DECORATED = {"has_gate", "is_transposed", "is_concatenated"}  # attributes of an instance
 _LAYERS = (
     StructuredLinear, nn.Linear, _ConvNd, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag,
 )  # fmt: skip
@@ -115,10 +100,10 @@ def declare_weights(module_class: type, *, fused: int = 2, **weights: str) -> No
 def layouts_of(module: nn.Module) -> dict[str, Layout]:
     """How each weight of a module lies, by its attribute's name; none of a module that nobody
     declared, and none that is not there."""
-    found = {own: Layout(stored) for own, stored in _known_texts(module).items()}
+    layouts = {name: Layout(stored) for name, stored in registry.layouts_of(module).items()}
     for kind in reversed(type(module).__mro__):
-        found |= _DECLARED.get(kind, {})
-    return {own: layout for own, layout in found.items() if _fits(module, own, layout)}
+        layouts |= _DECLARED.get(kind, {})
+    return {name: layout for name, layout in layouts.items() if _fits(module, name, layout)}
 
 
 def read_sides(layout: Layout, shape: tuple[int, ...]) -> Sides:
@@ -129,18 +114,6 @@ def read_sides(layout: Layout, shape: tuple[int, ...]) -> Sides:
         axis = next((axis for axis in axes if axis in ("m", "n")), token)
         sizes[axis] = size // layout.fused if len(axes) > 1 else size
     return Sides(sizes["m"], sizes["n"])
-
-
-def _known_texts(module: nn.Module) -> Mapping[str, str]:
-    told = vars(module)
-    if told.keys() >= _DECORATED:
-        fused = "(f m)" if told["is_concatenated"] else "(m f)"
-        first = f"e n {fused}" if told["is_transposed"] else f"e {fused} n"
-        plain = COLUMNS if told["is_transposed"] else ROWS
-        up = {"gate_up_proj": first} if told["has_gate"] else {"up_proj": plain}
-        return {**up, "down_proj": plain}
-    names = (kind.__name__ for kind in type(module).__mro__)
-    return next((_BY_CLASS_NAME[name] for name in names if name in _BY_CLASS_NAME), {})
 
 
 def _fits(module: nn.Module, own: str, layout: Layout) -> bool:

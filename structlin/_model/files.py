@@ -19,13 +19,13 @@ from uuid import uuid4
 import torch
 from torch import Tensor, nn
 
+from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear, uninitialised
 from .._layer.order import OrderedCores
 from .._layer.quantized import QuantizedLinear
 from .._layer.state import tell_difference
 from .._structure.arguments import checked, require_choice
 from .._structure.structure import Structure
-from .kinds import is_conv1d
 from .linears import Layer, linear_layers, replace_layers
 from .transaction import Step, completed_at_end
 
@@ -122,7 +122,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
                 # torch's words of names and shapes
                 raise ValueError(f"path={str(path)!r}: {str(error)[:_LONGEST]}") from error
             undo.append(copies.clear)
-            copies.extend(partial(own.copy_, value) for own, value in written)
+            copies.extend(partial(tensor.copy_, value) for tensor, value in written)
 
         replacements = restructure(model, described)
         # once the layers are in, all numbers go in: Ctrl-C is raised after the last one
@@ -162,8 +162,10 @@ def _read_file(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tenso
 
 def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Each tensor of the state once, contiguous, alone in its storage; other names -> the first."""
-    tensors, aliases, first = dict[str, Tensor](), dict[str, str](), dict[tuple[Any, ...], str]()
-    storages = set[int]()
+    tensors: dict[str, Tensor] = {}
+    aliases: dict[str, str] = {}
+    first_names: dict[tuple[Any, ...], str] = {}
+    storages: set[int] = set()
     for name, tensor in model.state_dict().items():
         if type(tensor) is not Tensor or tensor.layout != torch.strided:
             text = f"is a {type(tensor).__name__}, no plain tensor"
@@ -171,14 +173,15 @@ def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
         if tensor.is_meta:
             raise ValueError(f"{name!r} is on the meta device: it has no values to save")
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        if tensor.numel() and first.setdefault(key, name) != name:
-            aliases[name] = first[key]
+        if tensor.numel() and first_names.setdefault(key, name) != name:
+            aliases[name] = first_names[key]
             continue
         storage = tensor.untyped_storage()
-        alone = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
+        fills_storage = storage.nbytes() == tensor.nbytes and storage.data_ptr() not in storages
         storages.add(storage.data_ptr())
-        whole = alone and tensor.is_contiguous()
-        tensors[name] = tensor if whole else tensor.clone(memory_format=torch.contiguous_format)
+        if not fills_storage or not tensor.is_contiguous():
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        tensors[name] = tensor
     return tensors, aliases
 
 
@@ -191,7 +194,7 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a layer stores its cores in another order than it was declared with.
     """
-    said = {}
+    description = {}
     for name, layer in model.named_modules(remove_duplicate=False):
         if isinstance(layer, StructuredLinear):
             if isinstance(layer.cores, OrderedCores):
@@ -199,7 +202,7 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
                     f"layer {name!r} stores its cores in another order, for tensor parallelism: "
                     "call structlin.parallel.store_as_declared_(layer) first, on one process"
                 )
-            said[name] = {
+            description[name] = {
                 **layer.computes_with(),
                 "label": layer.label,
                 "bias": layer.bias is not None,
@@ -209,8 +212,8 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
                 "sigma": layer.stds,
             }
         if isinstance(layer, QuantizedLinear):  # other tensors say it by theirs
-            said[name]["dtype"] = str(layer.compute_dtype).removeprefix("torch.")
-    return said
+            description[name]["dtype"] = str(layer.compute_dtype).removeprefix("torch.")
+    return description
 
 
 def restructure(
@@ -226,33 +229,47 @@ def restructure(
             widths, bias or what they compute with.
     """
     layers = {name: layer for layer in linear_layers(model) for name in layer.names}
-    problems, found = [], dict[nn.Module, tuple[tuple[str, ...], StructuredLinear]]()
+    problems: list[str] = []
+    # by the module that is replaced, so that a layer of several names is built once
+    replacements: dict[nn.Module, tuple[tuple[str, ...], StructuredLinear]] = {}
     for name, data in modules.items():
         layer = layers.get(name)
         try:
             if layer is None:
-                inside, lacks = name.partition(".")[2], "the model has no such linear layer"
-                whole = f" but {inside!r}: the file is of what holds this model, such as a wrapper"
-                raise ValueError(lacks + whole if inside in layers else lacks)
-            if (new := _build_layer(layer, data)) is not None:
-                found[layer.module] = layer.names, new
+                raise ValueError(_explain_missing(name, layers))
+            new = _build_layer(layer, data)
+            if new is not None:
+                replacements[layer.module] = (layer.names, new)
         except _MALFORMED as error:
             problems.append(f"{name!r}: {str(error)[:_LONGEST]}")
-    only = [name for name in describe(model) if name not in modules]
-    problems += [f"{name!r} is structured in the model, dense in the file" for name in only]
+    for name in describe(model):
+        if name not in modules:
+            problems.append(f"{name!r} is structured in the model, dense in the file")
     if problems:
         raise ValueError(f"the model differs from what was saved: {'; '.join(problems[:10])}")
-    return list(found.values())
+    return list(replacements.values())
+
+
+def _explain_missing(name: str, layers: Mapping[str, Layer]) -> str:
+    """Why a model of these layers has none of that name."""
+    inside = name.partition(".")[2]
+    if inside not in layers:
+        return "the model has no such linear layer"
+    return (
+        f"the model has no such linear layer but {inside!r}: the file is of what holds this model, "
+        "such as a wrapper"
+    )
 
 
 def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | None:
     """A layer as described, in place of `layer`; None if that computes with the same already."""
-    old, bias = layer.module, layer.module._parameters.get("bias")
-    widths = layer.in_features, layer.out_features
-    saved = data["in_features"], data["out_features"]
-    if widths != saved:
+    old = layer.module
+    widths = (layer.in_features, layer.out_features)
+    saved_widths = (data["in_features"], data["out_features"])
+    if widths != saved_widths:
         raise ValueError(
-            f"{widths[0]} -> {widths[1]} in the model, {saved[0]} -> {saved[1]} in the file"
+            f"{widths[0]} -> {widths[1]} in the model, "
+            f"{saved_widths[0]} -> {saved_widths[1]} in the file"
         )
     structured = isinstance(old, StructuredLinear)
     if not structured and layer.obstacle:
@@ -268,12 +285,15 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
     new = uninitialised(*widths, structure, bias=False, **options)
     if not isinstance(new, QuantizedLinear):
         new.requires_grad_(weight.requires_grad)
-    new.label, new.conv1d, new.bias = str(data["label"]), is_conv1d(old), bias
+    new.label = str(data["label"])
+    new.conv1d = is_conv1d(old)
+    new.bias = old._parameters.get("bias")
     if isinstance(old, StructuredLinear) and old.structure != structure:
         raise ValueError(f"is {old.label} in the model, {new.label} in the file")
-    built = describe(new)[""]
-    read = {**data, "dtype": built.get("dtype")}  # of int8 cores it is the model's, until it is set
-    difference = tell_difference(built, {name: read[name] for name in built})
+    described = describe(new)[""]
+    # the dtype beside int8 cores is the model's, until `load` sets it
+    saved = {**data, "dtype": described.get("dtype")}
+    difference = tell_difference(described, {name: saved[name] for name in described})
     if isinstance(old, StructuredLinear):
         difference = difference or tell_difference(old.computes_with(), new.computes_with())
     if difference:
@@ -292,36 +312,52 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tenso
     """
     _check_ties(model, tensors)
     modules = list(model.modules())
-    before = [(x, dict(x)) for module in modules for x in (module._parameters, module._buffers)]
+    registries: list[dict[str, Any]] = []
+    for module in modules:
+        registries += [module._parameters, module._buffers]
+    contents = [dict(registry) for registry in registries]
     model.load_state_dict(tensors, assign=True)
-    made, written = dict[int, Any](), list[tuple[Tensor, Tensor]]()
-    for place, contents in before:
-        for name, own in contents.items():
-            value: Any = place[name]
-            if own is None or value is own:
+
+    final: dict[int, Tensor] = {}  # by the id of the model's tensor, what stands in its place
+    written: list[tuple[Tensor, Tensor]] = []
+    for registry, content in zip(registries, contents, strict=True):
+        for name, tensor in content.items():
+            value = registry[name]
+            if tensor is None or value is tensor:
                 continue
-            if id(own) not in made:
-                if type(own.detach()) is not Tensor:
+            if id(tensor) not in final:
+                if type(tensor.detach()) is not Tensor:
                     raise ValueError(f"{name!r} is no plain tensor: load before sharding the model")
-                fits = own.dtype == value.dtype and not own.is_meta and not own.is_inference()
-                made[id(own)] = own if fits else _copy_like(own, value)
-                written += [(own, value)] if fits else []
-            place[name] = made[id(own)]
-    if lost := [name for name, buffer in model.named_buffers() if buffer.is_meta]:
+                has_memory = not tensor.is_meta and not tensor.is_inference()
+                if has_memory and tensor.dtype == value.dtype:
+                    final[id(tensor)] = tensor
+                    written.append((tensor, value))
+                else:
+                    final[id(tensor)] = _copy_like(tensor, value)
+            registry[name] = final[id(tensor)]
+
+    empty = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if empty:
         text = "on the meta device and in no file (persistent=False); build the model on a device"
-        raise ValueError(f"{', '.join(lost[:5])}: {text}")
+        raise ValueError(f"{', '.join(empty[:5])}: {text}")
     return written
 
 
 def _check_ties(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    first, state = dict[int, str](), model.state_dict(keep_vars=True)
-    for name in (name for name in state if name in saved):
-        other = first.setdefault(id(state[name]), name)
+    first_names: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name not in saved:
+            continue
+        other = first_names.setdefault(id(tensor), name)
         if saved[name] is not saved[other] and not torch.equal(saved[name], saved[other]):
             text = "are tied in the model and differ in the file: untie them"
             raise ValueError(f"{other!r} and {name!r} {text}")
 
 
-def _copy_like(own: Tensor, value: Tensor) -> Tensor:
-    new = value.detach().to("cpu" if own.is_meta else own.device, copy=True)
-    return nn.Parameter(new, own.requires_grad) if isinstance(own, nn.Parameter) else new
+def _copy_like(tensor: Tensor, value: Tensor) -> Tensor:
+    """A copy of `value` that takes the place of `tensor`: on its device, and a parameter as it."""
+    device = "cpu" if tensor.is_meta else tensor.device
+    copy = value.detach().to(device, copy=True)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(copy, tensor.requires_grad)
+    return copy

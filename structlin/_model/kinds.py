@@ -1,20 +1,21 @@
 """What a linear layer is: its widths, the role that its name tells, what somebody has set on it."""
 
 import re
-import sys
+from itertools import chain
 
 import torch
 from torch import nn
 
+from .._hosts import registry
+from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear
 
 PROTECTED = ("head", "embedding", "router")  # roles that are only touched when they are named
 ROLES = ("ffn", "attention", "other", *PROTECTED)
 
-# Searched in this order, case ignored, in a layer's dotted name: what contains a layer tells more
-# than its own name.
+# Searched after those of other libraries, in this order, case ignored, in a layer's dotted name:
+# what contains a layer tells more than its own name.
 _ROLE_PATTERNS = (
-    ("head", r"(^|\.)(lm_head|embed_out|head_dist|classifier|score|qa_outputs|proj_out|cls)(\.|$)"),
     ("head", r"^([^.]+\.)?heads?(\.|$)|^(fc|out|output|output_projection|logits|readout|unembed)$"),
     ("embedding", r"(^|\.)[^.]*embed[^.]*(\.|$)"),
     ("router", r"(^|\.)(router|gate|gating|switch|shared_expert_gate)(\.|$)"),
@@ -46,33 +47,27 @@ def widths(module: nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Whether it is transformers' Conv1D (GPT-2), whose weight is `(in_features, out_features)`."""
-    owner = sys.modules.get("transformers.pytorch_utils")  # a model that has one has imported it
-    return owner is not None and type(module) is owner.Conv1D
-
-
 def role_of(name: str) -> str:
     """The role that a layer's dotted name tells.
 
     >>> [role_of(name) for name in ("h.0.attn.c_proj", "h.0.mlp.c_proj", "lm_head", "h.3.mlp.gate")]
     ['attention', 'ffn', 'head', 'router']
     """
-    for role, pattern in _ROLE_PATTERNS:
+    for role, pattern in chain(registry.role_patterns(), _ROLE_PATTERNS):
         if re.search(pattern, name, re.IGNORECASE):
             return role
     return "other"
 
 
 def is_bookkeeping(attribute: str) -> bool:
-    """Whether torch.compile or transformers' loading left it on a layer, for themselves."""
-    return attribute.startswith("_dynamo") or attribute == "_is_hf_initialized"
+    """Whether torch.compile or another library left it on a layer, for itself."""
+    return attribute.startswith("_dynamo") or registry.is_bookkeeping(attribute)
 
 
 def find_attributes(module: nn.Module) -> list[str]:
     """The attributes that somebody has set on a linear layer."""
-    own = dir(build_smallest(type(module)))
-    return [name for name in vars(module) if name not in own or is_bookkeeping(name)]
+    usual = dir(build_smallest(type(module)))
+    return [name for name in vars(module) if name not in usual or is_bookkeeping(name)]
 
 
 def build_smallest(kind: type[nn.Module]) -> nn.Module:

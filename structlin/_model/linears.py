@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._hosts.registry import head_methods
+from .._hosts.transformers import build_conv1d, is_conv1d
 from .._layer.linear import StructuredLinear
 from .experts import layouts_of
-from .kinds import carry_attributes, is_conv1d, role_of, widths
-from .obstacles import find_loss, find_obstacle
+from .kinds import carry_attributes, role_of, widths
+from .obstacles import find_obstacle, find_what_is_lost
 from .parameters import is_undeclared, parameters_of
 from .transaction import Step, as_it_was_on_error
 
@@ -40,12 +42,42 @@ class Layer:
         return weight.detach().mT if is_conv1d(self.module) else weight.detach()
 
 
+@dataclass(frozen=True)
+class LooseMatrices:
+    """Matrices in one parameter that no linear layer holds, so that they stay dense."""
+
+    name: str  #: of the parameter
+    role: str  #: "experts" or "attention"
+    shape: tuple[int, ...]  #: of the parameter
+    count: int = 0  #: of matrices; 0: nobody knows how they lie in the parameter
+    in_features: int = 0  #: of each matrix
+    out_features: int = 0
+
+    def __str__(self) -> str:
+        text = f"{self.name} {self.shape}"
+        if not self.count or self.role == "attention":
+            return text
+        return f"{text} of {self.count} matrices {self.in_features} -> {self.out_features}"
+
+    @property
+    def size(self) -> str:
+        """Inputs and outputs of each matrix; the parameter's shape where nobody knows these."""
+        return f"{self.in_features} -> {self.out_features}" if self.count else f"{self.shape}"
+
+    @property
+    def stepped_by(self) -> str:
+        """Which optimizers of this package step these matrices, and how."""
+        if self.count:
+            return "Muon and SOAP step each matrix"
+        return "AdamW steps it, until declare_weights says how it lies"
+
+
 def require_unchanged(model: nn.Module, layers: Iterable[Layer]) -> None:
     """Refuse layers that are no longer in `model`, or would by now lose something."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for layer in layers:
         replaced = any(modules.get(name) is not layer.module for name in layer.names)
-        reason = "was replaced" if replaced else find_loss(layer.module)
+        reason = "was replaced" if replaced else find_what_is_lost(layer.module)
         if reason:
             raise ValueError(f"layer {layer.name!r} {reason} after this plan; make a new one")
 
@@ -61,50 +93,64 @@ def linear_layers(model: nn.Module) -> list[Layer]:
         owners[id(parameter)].append(name)
     heads = find_declared_heads(model)
     layers = []
-    for module, found in names.items():
+    for module, names_of_layer in names.items():
         in_features, out_features = widths(module) or (0, 0)
-        role = "head" if module in heads else role_of(found[0])
+        role = "head" if module in heads else role_of(names_of_layer[0])
         sharing = owners[id(module._parameters.get("weight"))]
-        tied = {name.rpartition(".")[0] for name in sharing} - set(found)
-        parents = [model.get_submodule(name.rpartition(".")[0]) for name in found if name]
-        obstacle = find_obstacle(module, found, (out_features, in_features), parents)
-        record = module, in_features, out_features, role, obstacle, tuple(sorted(tied))
-        layers.append(Layer(tuple(found), *record))
+        tied = {name.rpartition(".")[0] for name in sharing} - set(names_of_layer)
+        parents = [model.get_submodule(name.rpartition(".")[0]) for name in names_of_layer if name]
+        obstacle = find_obstacle(module, names_of_layer, (out_features, in_features), parents)
+        layers.append(
+            Layer(
+                tuple(names_of_layer),
+                module,
+                in_features,
+                out_features,
+                role,
+                obstacle,
+                tuple(sorted(tied)),
+            )
+        )
     return layers
 
 
-def find_loose_matrices(model: nn.Module) -> list[str]:
-    """Name and shape of the large matrices that no linear layer holds: nothing converts them.
+def find_loose_matrices(model: nn.Module) -> list[LooseMatrices]:
+    """The large matrices that no linear layer holds, parameter by parameter.
 
-    They are the experts of a mixture as one parameter, of which the sides are told where they are
-    known, and the input projection of nn.MultiheadAttention.
+    They are the experts of a mixture as one parameter, and the input projection of
+    nn.MultiheadAttention.
     """
-    found = []
+    loose = []
     for info in parameters_of(model):
         weight = info.weight
-        own = info.name.rpartition(".")[2]
-        text = f"{info.name} {tuple(info.parameter.shape)}"
-        if weight.kind == "matrix" and own in layouts_of(info.owner):
+        attribute = info.name.rpartition(".")[2]
+        is_expert = weight.kind == "matrix" and attribute in layouts_of(info.owner)
+        is_attention = attribute == "in_proj_weight" and isinstance(
+            info.owner, nn.MultiheadAttention
+        )
+        shape = tuple(info.parameter.shape)
+        if is_expert or is_attention:
             count = info.parameter.numel() // (weight.fan_out * weight.fan_in)
-            found.append(f"{text} of {count} matrices {weight.fan_in} -> {weight.fan_out}")
-            continue
-        is_attention = own == "in_proj_weight" and isinstance(info.owner, nn.MultiheadAttention)
-        if is_attention or is_undeclared(info):
-            found.append(text)
-    return found
+            what = "experts" if is_expert else "attention"
+            loose.append(
+                LooseMatrices(info.name, what, shape, count, weight.fan_in, weight.fan_out)
+            )
+        elif is_undeclared(info):
+            loose.append(LooseMatrices(info.name, "experts", shape))
+    return loose
 
 
 def find_declared_heads(model: nn.Module) -> set[nn.Module]:
-    """Modules below what the model itself calls its head (transformers, timm)."""
+    """Modules below what the model itself calls its head."""
     heads = set[nn.Module]()
-    for method in ("get_output_embeddings", "get_classifier"):
+    for method in head_methods():
         declared = getattr(model, method, None)
         try:
-            found = declared() if callable(declared) else None
+            answer = declared() if callable(declared) else None
         except (AttributeError, NotImplementedError):
             continue
-        heads_found = list(found) if isinstance(found, tuple | list | nn.ModuleList) else [found]
-        for head in heads_found:
+        candidates = list(answer) if isinstance(answer, tuple | list | nn.ModuleList) else [answer]
+        for head in candidates:
             if isinstance(head, nn.Module):
                 heads.update(head.modules())
     return heads
@@ -145,9 +191,7 @@ def build_dense_layer(layer: StructuredLinear) -> nn.Module:
     weight = layer.to_dense()  # (out_features, in_features)
     with torch.device("meta"):
         if layer.conv1d:
-            from transformers.pytorch_utils import Conv1D
-
-            new: Any = Conv1D(layer.out_features, layer.in_features)  # type: ignore[no-untyped-call]
+            new: Any = build_conv1d(layer.in_features, layer.out_features)
         else:
             new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     trains = any(core.requires_grad for core in layer.cores)

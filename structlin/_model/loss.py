@@ -4,7 +4,7 @@ time, and no logit is computed twice."""
 from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 
 from .._structure.arguments import checked, require_choice, show
 from .._torch import is_autocast_enabled, keeps_graph, leave_uncompiled
-from .obstacles import find_loss
+from .obstacles import find_what_is_lost
 
 # Those of a chunk's logits. One step of head and loss, 768 -> 50257, on one thread of a Xeon: with
 # 6, 12, 25 and 50 MB BTT(rank=1) was 1.5, 1.7, 1.7 and 1.4 times as fast as all logits at once.
@@ -67,23 +67,26 @@ def linear_cross_entropy(
     """
     require_choice("reduction", reduction, ("mean", "sum"))
     _check_shapes(input, target)
-    rows, labels = input.reshape(-1, input.shape[-1]), target.flatten()
-    classes, size = _choose_sizes(layer, rows)
-    kept = _check_labels(labels, classes, ignore_index)
-    if _is_dense(layer, rows) and kept.any():  # or torch's gradient is NaN
-        sizes = nn.LinearCrossEntropyOptions(batch_chunk_size=size, allow_retain_graph=True)
+    rows = input.reshape(-1, input.shape[-1])
+    labels = target.flatten()
+    classes, chunk = _choose_sizes(layer, rows)
+    counts = _check_labels(labels, classes, ignore_index)
+    if _is_dense(layer, rows) and counts.any():  # or torch's gradient is NaN
+        sizes = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, allow_retain_graph=True)
         options: dict[str, Any] = {"linear_bias": layer.bias, "options": sizes}
         options |= {"ignore_index": ignore_index, "reduction": reduction}
         return F.linear_cross_entropy(rows, layer.weight, labels, **options)  # type: ignore[arg-type]
     head = _Head(layer, rows)
-    loss = head.sum_up(labels.where(kept, 0)[:, None], kept[:, None], classes, size)
+    loss = head.sum_up(labels.where(counts, 0)[:, None], counts[:, None], classes, chunk)
     factor = loss.new_ones(())
     if reduction == "mean":
-        loss, factor = loss / kept.sum(), factor / kept.sum()
-        factor = factor.where(kept.any(), 0)  # torch: NaN has a gradient of 0 then
-    found = loss.to(head.dtype), factor / SCALE, *head.sums.values()
-    known: Tensor = _Known.apply(found, *(head.leaves[name] for name in head.sums))  # type: ignore
-    return known
+        loss = loss / counts.sum()
+        factor = factor / counts.sum()
+        factor = factor.where(counts.any(), 0)  # torch: NaN has a gradient of 0 then
+    leaves = [head.leaves[name] for name in head.sums]
+    results = (loss.to(head.dtype), factor / SCALE, *head.sums.values())
+    differentiable: Tensor = _LossWithGradients.apply(results, *leaves)  # type: ignore
+    return differentiable
 
 
 def _is_dense(layer: nn.Module, rows: Tensor) -> bool:
@@ -91,7 +94,7 @@ def _is_dense(layer: nn.Module, rows: Tensor) -> bool:
     if type(layer) is not nn.Linear or not hasattr(F, "linear_cross_entropy") or rows.is_meta:
         return False
     wide = type(layer.weight) is nn.Parameter and layer.weight.dtype.itemsize >= 4
-    return wide and not _autocast(rows) and not find_loss(layer)
+    return wide and not _autocast(rows) and not find_what_is_lost(layer)
 
 
 def _choose_sizes(layer: nn.Module, rows: Tensor) -> tuple[int, int]:
@@ -101,24 +104,41 @@ def _choose_sizes(layer: nn.Module, rows: Tensor) -> tuple[int, int]:
         cast = partial(torch.autocast, rows.device.type, cache_enabled=False)
         with torch.no_grad(), cast() if _autocast(rows) else nullcontext():  # or 2.10 keeps weights
             classes = _check_logits(layer, rows[:1], layer(rows[:1]))
-    read = sum(each.numel() for each in layer.parameters())  # once per chunk
-    least = CHUNK_BYTES if rows.device.type == "cpu" else GPU_CHUNK_BYTES
-    tokens = max(least // 4, read) // max(classes, 1)
-    return classes, max(1, tokens - tokens % TOKENS_STEP if tokens > TOKENS_STEP else tokens)
+    params = sum(parameter.numel() for parameter in layer.parameters())  # read once per chunk
+    least_bytes = CHUNK_BYTES if rows.device.type == "cpu" else GPU_CHUNK_BYTES
+    tokens = max(least_bytes // 4, params) // max(classes, 1)
+    if tokens > TOKENS_STEP:
+        tokens -= tokens % TOKENS_STEP
+    return classes, max(1, tokens)
 
 
 def _autocast(x: Tensor) -> bool:
     return is_autocast_enabled() and torch.is_autocast_enabled(x.device.type)
 
 
-def _lose(logits: Tensor, index: Tensor, kept: Tensor, space: Tensor) -> tuple[Tensor, Tensor]:
-    """The sum of a chunk's losses, and `SCALE` times its derivative by the logits `(tokens,
-    classes)`: in `space`, as fresh memory takes longer to write. Labels and which of them count are
-    `(tokens, 1)`."""
+class _ChunkLoss(NamedTuple):
+    """What a chunk of tokens gives."""
+
+    total: Tensor  #: the sum of its losses
+    error: Tensor  #: `SCALE` times the derivative of that by the logits, `(tokens, classes)`
+
+
+def _lose(logits: Tensor, labels: Tensor, counts: Tensor, space: Tensor) -> _ChunkLoss:
+    """The loss of a chunk, written into `space`, as fresh memory takes longer to write.
+
+    Args:
+        logits: `(tokens, classes)`.
+        labels: `(tokens, 1)`.
+        counts: which labels count, `(tokens, 1)`.
+        space: `(tokens, classes)`, in the dtype of the sums.
+    """
+    # loss = -sum_t log p(t, label_t); its derivative by the logits is p(t, c) - [c = label_t]
     logs = torch.log_softmax(logits.to(space.dtype), -1, out=space)
-    loss, one = -logs.gather(1, index).where(kept, 0).sum(), SCALE * kept.to(logs.dtype)
-    error = logs.exp_().mul_(one)
-    return loss, error.scatter_(1, index, error.gather(1, index) - one)
+    total = -logs.gather(1, labels).where(counts, 0).sum()
+    scale = SCALE * counts.to(logs.dtype)
+    error = logs.exp_().mul_(scale)
+    error.scatter_(1, labels, error.gather(1, labels) - scale)
+    return _ChunkLoss(total, error)
 
 
 class _Head:
@@ -128,75 +148,97 @@ class _Head:
     """
 
     def __init__(self, layer: nn.Module, rows: Tensor) -> None:
-        self.layer, self.rows = layer, rows
-        named = {"": rows, **dict(layer.named_parameters())}
+        self.layer = layer
+        self.rows = rows
+        self.leaves: dict[str, Tensor] = {}  # what gets a gradient; the inputs have the empty name
+        self.copies: dict[str, Tensor] = {}  # of the parameters that have hooks
         trains = torch.is_grad_enabled()
-        self.leaves = {name: each for name, each in named.items() if trains and each.requires_grad}
-        hooked = {x: each for x, each in self.leaves.items() if x and each._backward_hooks}
-        self.copies = {name: each.detach().requires_grad_() for name, each in hooked.items()}
-        self.multiply = partial(functional_call, layer, self.copies) if hooked else layer
+        for name, tensor in [("", rows), *layer.named_parameters()]:
+            if not trains or not tensor.requires_grad:
+                continue
+            self.leaves[name] = tensor
+            if name and tensor._backward_hooks:
+                self.copies[name] = tensor.detach().requires_grad_()
+        self.multiply = partial(functional_call, layer, self.copies) if self.copies else layer
         zeros = torch.zeros_like(rows.detach())
         self.sums: dict[str, Tensor] = {"": zeros} if "" in self.leaves else {}
         # a graph of all chunks: what is parametrised is computed once
         self.shares = any(map(parametrize.is_parametrized, layer.modules()))
 
-    def sum_up(self, index: Tensor, kept: Tensor, classes: int, size: int) -> Tensor:
-        """The sum of all losses; the gradients are kept."""
-        rows, wide = self.rows.detach(), torch.promote_types(self.rows.dtype, torch.float32)
-        space = rows.new_empty((min(size, len(rows)), classes), dtype=wide)
-        loss, off = space.new_zeros(()), partial(torch.autocast, rows.device.type, enabled=False)
+    def sum_up(self, labels: Tensor, counts: Tensor, classes: int, chunk: int) -> Tensor:
+        """The sum of all losses, `chunk` tokens at a time; `sums` then has the gradients.
+
+        `labels` and which of them count are `(tokens, 1)`.
+        """
+        rows = self.rows.detach()
+        wide = torch.promote_types(self.rows.dtype, torch.float32)
+        space = rows.new_empty((min(chunk, len(rows)), classes), dtype=wide)
+        loss = space.new_zeros(())
+        no_autocast = partial(torch.autocast, rows.device.type, enabled=False)
         # the hooks of a checkpoint outside are not for what is used up here
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with hooks, parametrize.cached() if self.shares else nullcontext():
-            for start in range(0, max(len(rows), 1), size):
-                part = slice(start, start + size)
+            for start in range(0, max(len(rows), 1), chunk):
+                tokens = slice(start, start + chunk)
                 with torch.set_grad_enabled(bool(self.leaves)):
-                    x = rows[part].detach().requires_grad_("" in self.leaves)
+                    x = rows[tokens].detach().requires_grad_("" in self.leaves)
                     logits = self.multiply(x)
                 _check_logits(self.layer, x, logits, classes)
-                with torch.no_grad(), off() if _autocast(x) else nullcontext():
-                    found, error = _lose(logits.detach(), index[part], kept[part], space[: len(x)])
-                    self._learn(part, x, logits, error)
-                loss, self.dtype = loss + found, wide if _autocast(rows) else logits.dtype
+                with torch.no_grad(), no_autocast() if _autocast(x) else nullcontext():
+                    total, error = _lose(
+                        logits.detach(), labels[tokens], counts[tokens], space[: len(x)]
+                    )
+                    self._learn(tokens, x, logits, error)
+                loss = loss + total
+                self.dtype = wide if _autocast(rows) else logits.dtype
                 del logits, error  # before the next chunk's exist
         return loss
 
-    def _learn(self, part: slice, x: Tensor, logits: Tensor, error: Tensor) -> None:
-        """Add what a part of the tokens gives, by the derivative of its loss by the logits."""
+    def _learn(self, tokens: slice, x: Tensor, logits: Tensor, error: Tensor) -> None:
+        """Add the gradients of a chunk, by the derivative `error` of its loss by the logits."""
         if not logits.requires_grad:
             return
-        wanted = {**self.leaves, **self.copies, **({"": x} if "" in self.leaves else {})}
-        if part.start == 0:
-            _check_leaves(self.layer, logits, wanted.values())
-        given = logits, [*wanted.values()], error.to(logits.dtype)
-        found = torch.autograd.grad(*given, retain_graph=self.shares, allow_unused=True)
-        for name, each in zip(wanted, found, strict=True):
+        variables = {**self.leaves, **self.copies}
+        if "" in self.leaves:
+            variables[""] = x
+        if tokens.start == 0:
+            _check_leaves(self.layer, logits, variables.values())
+        gradients = torch.autograd.grad(
+            logits,
+            [*variables.values()],
+            error.to(logits.dtype),
+            retain_graph=self.shares,
+            allow_unused=True,
+        )
+        for name, gradient in zip(variables, gradients, strict=True):
             if not name:
-                self.sums[name][part] = each
+                self.sums[name][tokens] = gradient
             elif name in self.sums:
-                self.sums[name] += each
-            elif each is not None:
-                wide = torch.promote_types(each.dtype, torch.float32)
-                self.sums[name] = each.to(wide, copy=True)
+                self.sums[name] += gradient
+            elif gradient is not None:
+                wide = torch.promote_types(gradient.dtype, torch.float32)
+                self.sums[name] = gradient.to(wide, copy=True)
 
 
-class _Known(torch.autograd.Function):
-    """A loss whose gradients are a factor times those given."""
+class _LossWithGradients(torch.autograd.Function):
+    """A loss whose gradients are known: they are multiplied by a factor, no more."""
 
     @staticmethod
-    def forward(ctx: Any, found: tuple[Tensor, ...], *tensors: Tensor) -> Tensor:
-        loss, *kept = found
-        ctx.save_for_backward(*kept)
+    def forward(ctx: Any, results: tuple[Tensor, ...], *tensors: Tensor) -> Tensor:
+        loss, *factor_and_gradients = results
+        ctx.save_for_backward(*factor_and_gradients)
         return loss
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError("linear_cross_entropy has no second derivative (create_graph=True)")
-        kept = keeps_graph()
-        factor, *found = ctx.saved_tensors  # autograd casts to the tensors' own dtypes
-        found = [each.to(factor.dtype, copy=kept).mul_(factor * scale) for each in found]
-        return None, *found
+        copy = keeps_graph()
+        factor, *gradients = ctx.saved_tensors
+        scaled = []
+        for gradient in gradients:  # autograd casts to the tensors' own dtypes
+            scaled.append(gradient.to(factor.dtype, copy=copy).mul_(factor * scale))
+        return None, *scaled
 
 
 def _check_shapes(input: Tensor, target: Tensor) -> None:
@@ -210,14 +252,14 @@ def _check_shapes(input: Tensor, target: Tensor) -> None:
 
 def _check_labels(labels: Tensor, classes: int, ignore_index: int) -> Tensor:
     """Which labels are not ignored; on other devices than a CPU the kernels find wrong ones."""
-    kept = labels != ignore_index
-    wrong = ((labels < 0) | (labels >= classes)) & kept
+    counts = labels != ignore_index
+    wrong = ((labels < 0) | (labels >= classes)) & counts
     if labels.device.type == "cpu" and wrong.any():
         raise ValueError(
             f"target has the label {labels[wrong][0]}; labels of this layer are from 0 to "
             f"{classes - 1}, or ignore_index={ignore_index}"
         )
-    return kept
+    return counts
 
 
 def _check_logits(layer: nn.Module, x: Tensor, logits: Any, classes: int | None = None) -> int:
@@ -232,17 +274,17 @@ def _check_logits(layer: nn.Module, x: Tensor, logits: Any, classes: int | None 
     return shape[1]
 
 
-def _check_leaves(layer: nn.Module, logits: Tensor, own: Collection[Tensor]) -> None:
+def _check_leaves(layer: nn.Module, logits: Tensor, variables: Collection[Tensor]) -> None:
     """Refuse a layer whose logits have gradients that nobody would take."""
-    todo: list[Any] = [logits.grad_fn]
-    seen = {None, *(each.grad_fn for each in own)}
-    for node in todo:
+    nodes: list[Any] = [logits.grad_fn]
+    seen = {None, *(variable.grad_fn for variable in variables)}
+    for node in nodes:  # which grows on the way
         leaf = getattr(node, "variable", None)
-        if leaf is not None and all(leaf is not each for each in own):
+        if leaf is not None and all(leaf is not variable for variable in variables):
             raise ValueError(
                 f"layer={type(layer).__name__} computes with a tensor of shape "
                 f"{tuple(leaf.shape)} that requires a gradient and is not in layer.parameters(); "
                 "make it one, or call this in the forward of the module that fully_shard got"
             )
-        todo += {each for each, _ in node.next_functions} - seen
-        seen.update(todo)
+        nodes += {function for function, _ in node.next_functions} - seen
+        seen.update(nodes)

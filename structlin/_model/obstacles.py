@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._hosts.registry import is_plain_linear
+from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear
-from .kinds import STORES, build_smallest, find_attributes, is_bookkeeping, is_conv1d
+from .kinds import STORES, build_smallest, find_attributes, is_bookkeeping
 
-# Subclasses of nn.Linear that multiply by their weight and do nothing else.
-_PLAIN = ("transformers.models.falcon.modeling_falcon.FalconLinear", "timm.layers.linear.Linear")
 # Modules of torch that hold on to the parameters of the model inside, and do not see them replaced.
 _WRAPPERS = {
     "OptimizedModule": "torch.compile",
@@ -44,31 +44,6 @@ def require_replaceable(model: nn.Module) -> None:
             )
 
 
-def holds_parts_of_transformers(model: nn.Module) -> bool:
-    """Whether `model` has modules of transformers, and no whole model of it."""
-    modules = list(model.modules())
-    theirs = any(type(module).__module__.startswith("transformers.models.") for module in modules)
-    return theirs and not any(hasattr(module, "save_pretrained") for module in modules)
-
-
-def require_whole(model: nn.Module) -> None:
-    """Refuse a part of a transformers model, whose config could not say what is structured.
-
-    A module of the user's own class may hold modules of transformers: it may be the whole.
-
-    Raises:
-        ValueError: `model` is a container of torch or of a class of transformers, and such a part.
-    """
-    kind = type(model)
-    others = kind.__module__.startswith(("torch.", "transformers.models."))
-    if others and holds_parts_of_transformers(model):
-        raise ValueError(
-            f"model={kind.__name__} is a part of a transformers model, whose save_pretrained would "
-            "not know of its structured layers: take the whole model, and choose these layers by "
-            "the names that they have there, as in convert(model, include='*layers.*')"
-        )
-
-
 def _find_wrapper(module: nn.Module) -> str:
     for base in type(module).__mro__:
         if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
@@ -94,8 +69,7 @@ def find_obstacle(
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if hasattr(weight, "full_tensor"):
         return "has a sharded weight (DTensor): convert before fully_shard"
-    qualified = f"{kind.__module__}.{kind.__name__}"
-    if kind is not nn.Linear and not is_conv1d(module) and qualified not in _PLAIN:
+    if kind is not nn.Linear and not is_conv1d(module) and not is_plain_linear(kind):
         return f"is a {kind.__name__}, not a plain nn.Linear: its own behaviour would be lost"
     if any(_ADAPTER.search(name) for name in names):
         return "belongs to an adapter: merge it first, or convert before it is added"
@@ -117,28 +91,23 @@ def find_obstacle(
     used = [x for x in find_attributes(module) if x in names and not is_bookkeeping(x)]
     if used:
         return f"has an attribute {used[0]!r}, a name that StructuredLinear needs for itself"
-    return find_loss(module)
+    return find_what_is_lost(module)
 
 
-def find_loss(module: nn.Module) -> str:
+def find_what_is_lost(module: nn.Module) -> str:
     """What would be lost if another layer took the place of this linear one; empty if nothing."""
-    if more := _find_additions(module):
-        return f"has more than a layer of its kind has, which would be lost: {', '.join(more)}"
-    for part in module.modules():
-        hooks = [
-            name for name, held in vars(part).items() if name.endswith("_hooks") and _remain(held)
-        ]
+    additions = _find_additions(module)
+    if additions:
+        return f"has more than a layer of its kind has, which would be lost: {', '.join(additions)}"
+    for child in module.modules():  # the layer itself first
+        hooks = [name for name in vars(child) if name.endswith("_hooks")]
+        hooks = [name for name in hooks if _list_hooks(vars(child)[name])]
         if hooks:
             return f"has hooks, which would be lost: {', '.join(hooks)}"
-        patched = [
-            name
-            for name in vars(part)
-            if hasattr(type(part), name) and name != "__module__" and not is_bookkeeping(name)
-        ]
-        if patched:
-            return (
-                f"has methods of its own, offloaded or patched, which would be lost: {patched[0]}"
-            )
+        for name in vars(child):
+            hides_method = hasattr(type(child), name) and name != "__module__"
+            if hides_method and not is_bookkeeping(name):
+                return f"has methods of its own, offloaded or patched, which would be lost: {name}"
     bias = module._parameters.get("bias")  # which stays the same parameter
     for name, parameter in module.named_parameters():
         if parameter is bias:
@@ -158,31 +127,32 @@ def find_reason_to_keep(layer: StructuredLinear, *kinds: type[StructuredLinear])
         return f"is a {type(layer).__name__}: its own behaviour would be lost"
     if any(hasattr(parameter, "full_tensor") for parameter in layer.parameters()):
         return "is sharded: gather it first"
-    return find_loss(layer)
+    return find_what_is_lost(layer)
 
 
-def _remain(held: Any) -> list[Any]:
-    """The hooks without those that torch's weight_norm leaves behind.
+def _list_hooks(registry: Any) -> list[Any]:
+    """The functions of a registry of hooks, without those that torch's weight_norm leaves behind.
 
     `remove_parametrizations` does not remove them. They read states from before torch 2.0. A
     parametrisation that is still there is found as a module.
     """
-    hooks = list(held.values()) if isinstance(held, Mapping) else [held] * bool(held)
+    if isinstance(registry, Mapping):
+        hooks = list(registry.values())
+    else:
+        hooks = [registry] if registry else []
     functions = [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps some
-    left = "torch.nn.utils.parametrizations"
-    return [function for function in functions if getattr(function, "__module__", "") != left]
+    leaving = "torch.nn.utils.parametrizations"
+    return [function for function in functions if getattr(function, "__module__", "") != leaving]
 
 
 def _find_additions(module: nn.Module) -> list[str]:
     """Parameters, buffers and submodules that somebody has added to a linear layer."""
-    new = build_smallest(type(module))
-    found = [
-        name
-        for store in STORES
-        for name in getattr(module, store)
-        if name not in getattr(new, store)
-    ]
+    usual = build_smallest(type(module))
+    additions = []
+    for store in STORES:
+        additions += [name for name in getattr(module, store) if name not in getattr(usual, store)]
     if isinstance(module, StructuredLinear):
-        names = [name for store in STORES for name in getattr(module.cores, store)]
-        found += [f"cores.{name}" for name in names if name not in module.core_names]
-    return found
+        for store in STORES:
+            names = getattr(module.cores, store)
+            additions += [f"cores.{name}" for name in names if name not in module.core_names]
+    return additions

@@ -7,15 +7,16 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
+from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear
 from .experts import Layout, layouts_of, read_sides
-from .kinds import is_conv1d
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
 
@@ -104,15 +105,15 @@ def parameters_of(model: nn.Module) -> Iterator[ParameterInfo]:
     for layer, module in named_modules(model):
         weights = weights_of(module)
         is_norm = isinstance(module, _NORMS) or type(module).__name__.endswith("Norm")
-        for own, stored, parameter in _own_parameters(module):
+        for attribute, stored_as, parameter in _list_parameters(module):
             if parameter in seen:
                 continue
             seen.add(parameter)
-            weight = weights.get(own, Weight())
-            name = join(layer, stored)
-            dense_name = join(layer, "weight" if weight.core is not None else own)
+            weight = weights.get(attribute, Weight())
+            name = join(layer, stored_as)
+            dense_name = join(layer, "weight" if weight.core is not None else attribute)
             # a bias of any shape: one per expert is 2-D, MultiheadAttention's bias_k is 3-D
-            is_vector = parameter.ndim < 2 or is_norm or "bias" in own.split("_")
+            is_vector = parameter.ndim < 2 or is_norm or "bias" in attribute.split("_")
             decays = weight.kind in ("matrix", "embedding") or not is_vector
             decays = decays and undecayed.isdisjoint((name, dense_name))
             yield ParameterInfo(parameter, name, dense_name, layer, module, weight, decays)
@@ -121,18 +122,16 @@ def parameters_of(model: nn.Module) -> Iterator[ParameterInfo]:
 def weights_of(module: nn.Module) -> dict[str, Weight]:
     """The weights that a layer multiplies by, parametrised or not: attribute name -> `Weight`."""
     if isinstance(module, StructuredLinear):
-        found = {"gains": Weight("gain")}
+        weights = {"gains": Weight("gain")}
         for n, core in enumerate(module.structure.cores):
-            found[f"cores.{module.core_names[n]}"] = Weight(
-                "matrix", core.fan_out, core.fan_in, "g m n", core=n
-            )
-        return found
+            name = f"cores.{module.core_names[n]}"
+            weights[name] = Weight("matrix", core.fan_out, core.fan_in, "g m n", core=n)
+        return weights
     if isinstance(module, nn.Linear):
         return {"weight": Weight("matrix", module.out_features, module.in_features)}
     if is_conv1d(module):
-        stored = module.weight
-        assert isinstance(stored, Tensor)
-        in_features, out_features = stored.shape
+        assert isinstance(module.weight, Tensor)
+        in_features, out_features = module.weight.shape
         return {"weight": Weight("matrix", out_features, in_features, "n m")}
     if isinstance(module, _ConvNd):
         fan_out = module.out_channels // module.groups
@@ -150,7 +149,7 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
     if isinstance(module, nn.Embedding | nn.EmbeddingBag):
         return {"weight": Weight("embedding", module.embedding_dim, stored="g m")}
     layouts = layouts_of(module)
-    return {own: _read_weight(getattr(module, own), layout) for own, layout in layouts.items()}
+    return {name: _read_weight(getattr(module, name), layout) for name, layout in layouts.items()}
 
 
 def _read_weight(tensor: Tensor, layout: Layout) -> Weight:
@@ -169,11 +168,11 @@ def is_undeclared(info: ParameterInfo) -> bool:
     lie. An entry of a dimension of one, as of a class token, is no expert."""
     if info.weight.kind != "other" or info.parameter.ndim < 3 or min(info.parameter.shape) < 2:
         return False
-    own = info.name.rpartition(".")[2]
+    attribute = info.name.rpartition(".")[2]
+    layer = info.layer.rpartition(".")[2]
     kind = type(info.owner).__name__
-    told = f"{own} {info.layer.rpartition('.')[2]} {kind}"
     says_so = _EXPERTS.search(info.name) or "Expert" in kind
-    return bool(says_so) and not _NO_MATRICES.search(told)
+    return bool(says_so) and not _NO_MATRICES.search(f"{attribute} {layer} {kind}")
 
 
 def named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -204,25 +203,34 @@ def _wraps(module: nn.Module, child: str) -> bool:
 
 def _undecayed(model: nn.Module) -> set[str]:
     """The names that the modules of `model` declare by `no_weight_decay()`, as timm's models do."""
-    found = set[str]()
+    undecayed = set[str]()
     for name, module in named_modules(model):
         declared = getattr(module, "no_weight_decay", None)
         if callable(declared):
-            found.update(join(name, own) for own in declared())
-    return found
+            undecayed.update(join(name, parameter) for parameter in declared())
+    return undecayed
 
 
-def _own_parameters(module: nn.Module) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """The parameters of a module: by which name it reads each, under which name it is stored."""
+class _StoredParameter(NamedTuple):
+    """A parameter that a module holds itself."""
+
+    attribute: str  #: by which the module reads it
+    stored_as: str  #: its name among the module's parameters
+    parameter: nn.Parameter
+
+
+def _list_parameters(module: nn.Module) -> Iterator[_StoredParameter]:
+    """The parameters that a module holds itself, those of its cores included."""
     if isinstance(module, StructuredLinear):
-        for own, stored, parameter in _own_parameters(module.cores):
-            yield f"cores.{own}", f"cores.{stored}", parameter
-    for stored, parameter in module.named_parameters(recurse=False):
-        own = stored.removesuffix("_orig")  # torch.nn.utils.prune stores "weight" as "weight_orig"
-        yield own, stored, parameter
+        for attribute, stored_as, parameter in _list_parameters(module.cores):
+            yield _StoredParameter(f"cores.{attribute}", f"cores.{stored_as}", parameter)
+    for stored_as, parameter in module.named_parameters(recurse=False):
+        # torch.nn.utils.prune stores "weight" as "weight_orig"
+        yield _StoredParameter(stored_as.removesuffix("_orig"), stored_as, parameter)
     parametrizations = module._modules.get("parametrizations")
     if isinstance(parametrizations, nn.ModuleDict):
-        for own, chain in parametrizations.items():
+        for attribute, chain in parametrizations.items():
             original = chain._parameters.get("original")
             if original is not None:
-                yield own, f"parametrizations.{own}.original", original
+                stored_as = f"parametrizations.{attribute}.original"
+                yield _StoredParameter(attribute, stored_as, original)

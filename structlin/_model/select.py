@@ -79,19 +79,20 @@ def describe_pattern(pattern: Pattern) -> str:
 
 
 def list_patterns(argument: str, patterns: Patterns) -> list[Pattern]:
-    alone = isinstance(patterns, str | Tensor) or not isinstance(patterns, Iterable)
-    alone = alone or callable(patterns)
-    found: list[Pattern] = [patterns] if alone else list(patterns)  # type: ignore
-    for pattern in found:
-        text = isinstance(pattern, str) and pattern
-        if not text and (isinstance(pattern, type | nn.Module) or not callable(pattern)):
+    is_one = isinstance(patterns, str | Tensor) or not isinstance(patterns, Iterable)
+    is_one = is_one or callable(patterns)
+    as_list: list[Pattern] = [patterns] if is_one else list(patterns)  # type: ignore
+    for pattern in as_list:
+        is_text = isinstance(pattern, str) and pattern != ""
+        is_function = callable(pattern) and not isinstance(pattern, type | nn.Module)
+        if not is_text and not is_function:
             raise TypeError(
                 f"{argument}: {pattern!r} is no pattern: give a name, glob or role as text, "
                 "or a function (module, name) -> bool"
             )
         if isinstance(pattern, str) and pattern.startswith("re:"):
             _check_expression(argument, pattern)
-    return found
+    return as_list
 
 
 def _check_expression(argument: str, pattern: str) -> None:
@@ -130,10 +131,11 @@ def _suggest(pattern: Pattern, layers: Sequence[Layer], model: nn.Module) -> str
     loose = find_loose_matrices(model)
     if pattern in ROLES:
         roles = ", ".join(sorted({layer.role for layer in layers}))
-        stays = f"; these parameters are no linear layers: {', '.join(loose[:3])}" if loose else ""
+        shown = ", ".join(map(str, loose[:3]))
+        stays = f"; these parameters are no linear layers: {shown}" if loose else ""
         return f"; the roles in this model are {roles}{stays}"
-    if any(_matches_name(pattern, name.split()[0]) for name in loose):
-        shown = ", ".join(loose[:3])
+    if any(_matches_name(pattern, matrices.name) for matrices in loose):
+        shown = ", ".join(map(str, loose[:3]))
         return f": these are parameters, no linear layers, and stay dense: {shown}"
     if any(pattern == name for name, _ in model.named_modules(remove_duplicate=False)):
         return f": it is a container; its layers are {pattern + '.*'!r}"

@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import nn
 
+from .._hosts.registry import configs_of
+
 Step = Callable[[], object]
 
 
@@ -69,14 +71,9 @@ def _list_registries(model: nn.Module) -> list[dict[str, Any]]:
         attributes = vars(module)
         registries.append(attributes)
         registries += [module._modules, module._parameters, module._buffers]
-        config = attributes.get("config")  # of transformers: it says which layers are structured
-        for part in (
-            config,
-            getattr(config, "text_config", None),
-            getattr(config, "decoder", None),
-        ):
-            if hasattr(part, "__dict__") and not isinstance(part, type):
-                registries.append(vars(part))
+        for config in configs_of(module):
+            if hasattr(config, "__dict__") and not isinstance(config, type):
+                registries.append(vars(config))
     return [registry for registry in registries if isinstance(registry, dict)]
 
 

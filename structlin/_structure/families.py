@@ -8,7 +8,7 @@ E.2). Where `factorise` pads one, the structure is larger than the layer, and th
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from inspect import isfunction
 from math import prod
 from numbers import Integral
@@ -121,7 +121,7 @@ class Dense(Family):
 
 
 @checked
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LowRank(Family):
     """`W = U V` through a bottleneck of `rank`.
 
@@ -144,7 +144,7 @@ class LowRank(Family):
 
 
 @checked
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BlockDiagonal(Family):
     """`blocks` independent dense matrices. It mixes nothing between blocks.
 
@@ -178,7 +178,7 @@ class Kronecker(Family):
 
 
 @checked
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class TT(Family):
     """Tensor-Train matrix: `W[i1..ic, j1..jc] = G1[i1, j1] ... Gc[ic, jc]`, a product of rank x
     rank matrices.
@@ -192,7 +192,7 @@ class TT(Family):
     """
 
     rank: int | tuple[int, ...]
-    cores: int = 2
+    cores: int = field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_bonds(self.rank, self.cores)
@@ -208,7 +208,7 @@ class TT(Family):
 
 
 @checked
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Monarch(Family):
     """Two block-diagonal matrices of `blocks` blocks with a fixed transposition between; full rank
     for a square layer.
@@ -253,7 +253,7 @@ class Monarch(Family):
 
 
 @checked
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BTT(Family):
     """Block Tensor-Train. With two cores W is a b x g grid of contiguous a x d blocks, each of rank
     `rank`.
@@ -270,7 +270,7 @@ class BTT(Family):
     """
 
     rank: int | tuple[int, ...] = 1
-    cores: int = 2
+    cores: int = field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
         require_positive("cores", self.cores, least=2)
@@ -291,7 +291,7 @@ class BTT(Family):
 
 
 @checked
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class BLAST(Family):
     """A grid of `blocks` x `blocks` that share their factors: block (i, j) is `U_i diag(s_ij) V_j`.
 
@@ -303,7 +303,7 @@ class BLAST(Family):
     """
 
     blocks: int
-    rank: int
+    rank: int = field(kw_only=True)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         q, p = divide(in_features, out_features, self.blocks)
@@ -319,7 +319,7 @@ class BLAST(Family):
 
 
 @checked
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Split(Family):
     """`split` matrices of one family, stacked: a fused qkv as three, so that q, k and v share
     nothing.
@@ -331,7 +331,7 @@ class Split(Family):
     """
 
     split: int
-    of: Family
+    of: Family = field(kw_only=True)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         if out_features % self.split:

@@ -23,7 +23,7 @@ from .._layer.linear import StructuredLinear
 from .._structure.arguments import checked
 from .._structure.families import Family
 from .._structure.structure import Structure
-from ..duality import dual_conv, dual_core, dual_embedding, promote
+from ..duality import dualize, dualize_convolution, dualize_embedding, promote
 from .module import Atom, Attributes, Term, Width, chain, single
 
 
@@ -100,7 +100,7 @@ class Linear(Atom):
         return _operator_norm(weight)
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
-        return dual_core(gradient, method=method)
+        return dualize(gradient, method=method)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
@@ -165,7 +165,7 @@ class Embed(Atom):
         return promote(weight).square().mean(-1).sqrt().amax()
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
-        return dual_embedding(gradient)
+        return dualize_embedding(gradient)
 
     def forward(self, tokens: Tensor) -> Tensor:
         vectors: Tensor = self.embedding(tokens)
@@ -201,7 +201,7 @@ class Conv2D(Atom):
         return len(slices) * _operator_norm(slices)
 
     def weight_dual(self, gradient: Tensor, method: str) -> Tensor:
-        return dual_conv(gradient, method=method)
+        return dualize_convolution(gradient, method=method)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.conv(x)

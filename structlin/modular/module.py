@@ -217,7 +217,7 @@ class Module(nn.Module):
         Args:
             gradients: `{name: tensor}`; None: those of the parameters, where they have one. Zero
                 maps to zero.
-            method: of the polar factor, see `structlin.dualize`.
+            method: of the polar factor, see `structlin.polar_factor`.
 
         Returns:
             What to subtract, by name, for the weights that have a gradient.

@@ -63,8 +63,9 @@ class Muon(BlockOptimizer):
         weight_decay: decoupled: W <- (1 - rate * weight_decay) W first; matrices and embeddings
             only, without those that `no_weight_decay()` names, see `param_groups`.
         dualize: "hidden" or "all".
-        method, dtype: of `dualize`. None: 5 steps of "fast", singular values above 3e-3 of the norm
-            within 1 % of 1; in bfloat16 where `choose_polar` finds it faster. "svd" is exact.
+        method, dtype: of `polar_factor`. None: 5 steps of "fast", singular values above 3e-3 of
+            the norm within 1 % of 1; in bfloat16 where `choose_polar` finds it faster.
+            "svd" is exact.
         adjust_lr_fn: "rms"; "original" (sqrt(max(1, fan_out / fan_in))) and "match_rms_adamw"
             (0.2 sqrt(max(fan_out, fan_in))) are those of torch.optim.Muon. With its schedule,
             method=5 * [(3.4445, -4.7750, 2.0315)], dtype=torch.bfloat16 and

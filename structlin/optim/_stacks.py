@@ -11,7 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from .._model.parameters import Weight
-from ..duality import LARGEST_STACK, SMALLEST_STACK, Polar, dual_embedding
+from ..duality import LARGEST_STACK, SMALLEST_STACK, Polar, dualize_embedding
 from ._sharding import join_parts, local_gradient, take_part
 
 
@@ -200,7 +200,9 @@ def stack_alike(
     numbers = sum(p.numel() for members in alike.values() for p in members)
     stacks = []
     for (kind, m, n, dtype, device), members in alike.items():
-        polar: Callable[[Tensor], Tensor] | None = dual_embedding if kind == "embedding" else None
+        polar: Callable[[Tensor], Tensor] | None = (
+            dualize_embedding if kind == "embedding" else None
+        )
         most = 0 if kind == "embedding" else numbers
         if kind == "matrix" and choose is not None:
             polar = chosen = choose((m, n), dtype, device)

@@ -152,7 +152,8 @@ def test_a_dense_model_by_soap_that_lacks_a_basis_is_marked():
     ]
     shown = gpt_seconds.fronts({"table": table, "setting": {"largest_basis": 1024}})
     assert shown.count("*") == 1
-    assert "| Python, 512 | 1.000 (1 s) | 1.000 (1 s) * | 1.000 (1 s) |" in shown
+    assert "| Python, 512: dense | 1.000 (1 s) | 1.000 (1 s) * |" in shown
+    assert "| Python, 512: BTT r=4 | - | 1.000 (1 s) |" in shown
 
 
 def test_the_seconds_of_a_xeon_move_structured_models_and_dense_by_soap(monkeypatch):

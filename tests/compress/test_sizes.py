@@ -2,6 +2,7 @@
 
 import copy
 import math
+import random
 import re
 from itertools import cycle, product
 
@@ -25,6 +26,7 @@ from structlin import (
 )
 from structlin._compress import sensitivity, sizes
 from structlin._compress.compress import measure
+from structlin._compress.knapsack import choose, choose_by_table
 from structlin._compress.sizes import Share, allocate
 from structlin._projection.curve import Curve, list_sizes, measure_curve
 from structlin._projection.solve import project, relative_error
@@ -105,33 +107,62 @@ def test_ranks_are_multiples_of_eight_where_there_is_room_and_of_64_where_there_
 
 
 @pytest.mark.parametrize("family", [BTT(), LowRank(rank=1), Monarch()], ids=str)
-def test_to_keep_more_is_never_worse_and_no_share_is_exceeded(family):
+def test_to_keep_more_is_never_worse_by_one_percent_and_no_share_is_exceeded(family):
     curves = draw_curves(family)
     total = sum(curve.sizes[-1].cost for curve in curves)
     for harms in ([1.0, 1.0, 1.0], [1.0, 30.0, 0.1]):
-        last, smaller = float("inf"), [0, 0, 0]
+        last = float("inf")
         for percent in range(35, 101):
             sizes = allocate(curves, percent / 100, harms)
             costs = [size.cost for size in sizes]
             assert sum(costs) <= percent / 100 * total
-            assert all(now >= before for now, before in zip(costs, smaller, strict=True))
-            smaller = costs
             error = sum_up(curves, sizes, harms)
-            assert error <= last * (1 + 1e-12)
+            assert error <= last * 1.01
             last = error
         assert last == 0
         assert all(size.family == Dense() for size in sizes)
 
 
-@pytest.mark.parametrize("keep", [0.3, 0.5, 0.7])
-def test_the_choice_is_near_the_best_of_all(keep):
-    curves, harms = draw_curves(BTT()), [1.0, 3.0, 0.5]
+@pytest.mark.parametrize("family", [BTT(), LowRank(rank=1)], ids=str)
+@pytest.mark.parametrize("keep", [0.3, 0.4, 0.5, 0.6, 0.7, 0.9])
+def test_the_choice_is_within_one_percent_of_the_best_of_all(keep, family):
+    curves, harms = draw_curves(family), [1.0, 3.0, 0.5]
     limit = keep * sum(curve.sizes[-1].cost for curve in curves)
     every = product(*(curve.sizes for curve in curves))
     fits = [sizes for sizes in every if sum(size.cost for size in sizes) <= limit]
     best = min(sum_up(curves, list(sizes), harms) for sizes in fits)
     found = sum_up(curves, allocate(curves, keep, harms), harms)
-    assert best * (1 - 1e-9) <= found <= 1.25 * best
+    assert best * (1 - 1e-9) <= found <= 1.01 * best
+    assert choose(curves, limit, harms).bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_table_finds_the_best_of_all_choices_and_the_bound_lies_below_it(seed):
+    draw = random.Random(seed)
+    size = list_sizes(LowRank(rank=1), 16, 16, "params")[0]
+    curves = []
+    for _ in range(4):
+        costs = sorted(draw.sample(range(1, 60), draw.randint(2, 6)))
+        errors = sorted((draw.random() ** 3 for _ in costs), reverse=True)
+        sizes = [size._replace(cost=cost) for cost in costs]
+        curves.append(Curve(sizes, errors, 1.0))
+    harms = [draw.choice([0.0, 0.1, 1.0, 10.0]) for _ in curves]
+    least = sum(curve.sizes[0].cost for curve in curves)
+    most = sum(curve.sizes[-1].cost for curve in curves)
+    limit = draw.uniform(least, most)
+    sums = []
+    for options in product(*(range(len(curve.sizes)) for curve in curves)):
+        chosen = [curve.sizes[n].cost for curve, n in zip(curves, options, strict=True)]
+        if sum(chosen) <= limit:
+            harm = (h * c.errors[n] for h, c, n in zip(harms, curves, options, strict=True))
+            sums.append(sum(harm))
+    options = choose_by_table(curves, limit, harms)
+    assert sum(c.sizes[n].cost for c, n in zip(curves, options, strict=True)) <= limit
+    harm = sum(h * c.errors[n] for h, c, n in zip(harms, curves, options, strict=True))
+    assert harm == pytest.approx(min(sums), rel=1e-12)
+    choice = choose(curves, limit, harms)
+    assert choice.bound <= min(sums) * (1 + 1e-9)
+    assert min(sums) * (1 - 1e-9) <= choice.harm <= 1.01 * min(sums) + 1e-15
 
 
 def test_a_layer_that_does_no_harm_stays_at_its_smallest_size():
@@ -385,7 +416,7 @@ def test_of_a_model_without_values_all_layers_keep_about_the_same_share(keep):
     planned = plan_compression(model, LowRank(rank=1), None, **options)
     chosen = [each for each in planned.decisions if each.resolved is not None]
     shares = [d.resolved.params / (d.layer.in_features * d.layer.out_features) for d in chosen]
-    assert shares == pytest.approx([keep] * len(chosen), abs=0.08)  # 8 ranks are 0.15 of a layer
+    assert shares == pytest.approx([keep] * len(chosen), abs=0.15)  # as much as 8 ranks
     assert not planned.errors
     assert "LowRank(rank=" in str(planned)
     with pytest.raises(ValueError, match=r"layer 'h\.0\..*' was on the meta device"):

@@ -100,7 +100,7 @@ def _say(values: str, arguments: str) -> dict[str, set[str]]:
 
 _COUNTS = """
     base block_depth blocks chunk context cores d_query d_value depth every exponent fused heads
-    in_channels in_features kernel measure multiple n out_channels out_features padding
+    in_channels in_features kernel multiple n out_channels out_features padding
     rank seed size split steps stride sweeps tokens vocabulary width world_size refine dim
     ignore_index precondition_frequency max_precond_dim
 """
@@ -282,20 +282,23 @@ CALLS: dict[str, Call] = {
         structlin.linear_cross_entropy,
         lambda: {"input": rows(), "layer": nn.Linear(8, 8), "target": torch.arange(16) % 8},
     ),
-    "init_std": (structlin.init_std, lambda: {"core": structure().cores[0]}),
+    "init_std": (structlin.scaling.init_std, lambda: {"core": structure().cores[0]}),
     "lr_mult": (
-        structlin.lr_mult,
+        structlin.scaling.lr_mult,
         lambda: {"core": structure().cores[0], "in_features": 8, "cores": 2},
     ),
     "lr_mult(sgd)": (
-        partial(structlin.lr_mult, optimizer="sgd"),
+        partial(structlin.scaling.lr_mult, optimizer="sgd"),
         lambda: {"core": structure().cores[0], **widths, "cores": 2},
     ),
-    "dualize": (structlin.dualize, lambda: {"matrix": matrix()}),
-    "duality.dual_core": (duality.dual_core, lambda: {"gradient": matrix()}),
-    "duality.dual_conv": (duality.dual_conv, lambda: {"gradient": matrix().view(4, 4, 2, 2)}),
+    "polar_factor": (structlin.polar_factor, lambda: {"matrix": matrix()}),
+    "duality.dualize": (duality.dualize, lambda: {"gradient": matrix()}),
+    "duality.dualize_convolution": (
+        duality.dualize_convolution,
+        lambda: {"gradient": matrix().view(4, 4, 2, 2)},
+    ),
     "duality.dual_norm": (duality.dual_norm, lambda: {"gradient": matrix()}),
-    "duality.dual_embedding": (duality.dual_embedding, lambda: {"gradient": matrix()}),
+    "duality.dualize_embedding": (duality.dualize_embedding, lambda: {"gradient": matrix()}),
     "duality.spectral_bound": (duality.spectral_bound, lambda: {"matrix": matrix()}),
     "param_groups": (structlin.param_groups, lambda: {"model": converted(), "lr": 0.1}),
     "keep_ratios": (

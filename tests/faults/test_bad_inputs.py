@@ -14,12 +14,12 @@ from structlin import (
     Structure,
     StructuredLinear,
     divide,
-    lr_mult,
     param_groups,
     save,
 )
 from structlin.modular import ReLU
 from structlin.optim import Muon
+from structlin.scaling import lr_mult
 from structlin.stability import coordinate_check
 from tests.faults.bad_inputs import CALLS, converted, list_cases, try_case
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
-from structlin import duality, dualize
+from structlin import duality, polar_factor
 from structlin._engine.cpu import library, polar
 from structlin.duality import SCHEDULES
 from tests.kernels.test_engine import OWN
@@ -148,16 +148,16 @@ def count_calls(monkeypatch):
 def test_small_matrices_of_any_dtype_take_it_and_others_the_loop(method, dtype, monkeypatch):
     calls = count_calls(monkeypatch)
     matrix = torch.randn(2, 3, 8, 12).to(dtype)
-    dual = dualize(matrix, method=method)
+    dual = polar_factor(matrix, method=method)
     assert (dual.shape, dual.dtype) == (matrix.shape, dtype)
     assert calls.pop() == [(6, 8, 12)]
-    dualize(matrix.float(), method=method, dtype=torch.bfloat16)
-    dualize(matrix.double(), method=method)
-    dualize(torch.randn(128, 128), method=method)  # large
+    polar_factor(matrix.float(), method=method, dtype=torch.bfloat16)
+    polar_factor(matrix.double(), method=method)
+    polar_factor(torch.randn(128, 128), method=method)  # large
     assert not calls
     monkeypatch.setattr(polar, "available", lambda x: False)
     slack = 1e-4 + torch.finfo(dtype).eps  # of float32's rounding, and of the result's
-    assert_close(dualize(matrix, method=method), dual, rtol=0, atol=slack)
+    assert_close(polar_factor(matrix, method=method), dual, rtol=0, atol=slack)
     assert not calls
 
 
@@ -165,20 +165,20 @@ def test_small_matrices_of_any_dtype_take_it_and_others_the_loop(method, dtype, 
 def test_what_is_differentiated_or_transformed_takes_the_loop(monkeypatch):
     calls = count_calls(monkeypatch)
     matrix = torch.randn(4, 5, 6)
-    expected, _ = dualize(matrix), calls.pop()
+    expected, _ = polar_factor(matrix), calls.pop()
     leaf = matrix.clone().requires_grad_()
-    assert_close(dualize(leaf), expected)
-    (gradient,) = torch.autograd.grad(dualize(leaf).pow(3).sum(), leaf)
+    assert_close(polar_factor(leaf), expected)
+    (gradient,) = torch.autograd.grad(polar_factor(leaf).pow(3).sum(), leaf)
     wide = matrix.double().requires_grad_()
-    (wanted,) = torch.autograd.grad(dualize(wide).pow(3).sum(), wide)
+    (wanted,) = torch.autograd.grad(polar_factor(wide).pow(3).sum(), wide)
     assert_close(gradient.double(), wanted, rtol=1e-2, atol=1e-2)
-    assert_close(torch.func.vmap(dualize)(matrix), expected, rtol=0, atol=1e-4)
-    assert_close(torch.func.grad(lambda x: dualize(x).pow(3).sum())(matrix), gradient)
-    _, tangent = torch.func.jvp(dualize, (matrix,), (matrix,))
+    assert_close(torch.func.vmap(polar_factor)(matrix), expected, rtol=0, atol=1e-4)
+    assert_close(torch.func.grad(lambda x: polar_factor(x).pow(3).sum())(matrix), gradient)
+    _, tangent = torch.func.jvp(polar_factor, (matrix,), (matrix,))
     assert tangent.abs().max() < 1e-2  # it does not depend on the scale
     assert not calls
     with torch.no_grad():
-        assert torch.equal(dualize(leaf), expected)
+        assert torch.equal(polar_factor(leaf), expected)
     assert len(calls) == 1
 
 
@@ -186,10 +186,10 @@ def test_what_is_differentiated_or_transformed_takes_the_loop(monkeypatch):
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_it_gives_the_same_bits(backend):
     torch._dynamo.reset()
-    compiled = torch.compile(lambda x: dualize(2 * x), fullgraph=True, backend=backend)
+    compiled = torch.compile(lambda x: polar_factor(2 * x), fullgraph=True, backend=backend)
     for batch in (2, 5):
         matrix = torch.randn(batch, 8, 12)
-        assert torch.equal(compiled(matrix), dualize(2 * matrix))
+        assert torch.equal(compiled(matrix), polar_factor(2 * matrix))
 
 
 def test_flops_are_counted():
