@@ -29,15 +29,18 @@ def to_cola(structure: Structure, cores: Sequence[Tensor]) -> LinearOperator:
     >>> operator.shape, torch.allclose(operator.to_dense(), u[0] @ v[0])
     ((4, 6), True)
     """
-    dtype, device = cores[0].dtype, cores[0].device
+    dtype = cores[0].dtype
+    device = cores[0].device
     factors: list[LinearOperator] = []
 
     def permute(sizes: Sequence[int], order: Sequence[int], width: int) -> None:
         if order:
             identity = torch.arange(width, device=device)
-            order = identity.view(*sizes).permute(*order).flatten()  # (width,)
-            factors.append(Permutation(order, dtype=dtype))
+            permuted = identity.view(*sizes).permute(*order).flatten()  # (width,)
+            factors.append(Permutation(permuted, dtype=dtype))
 
+    # Each step moves the axes of its input, then multiplies it by a block-diagonal matrix: `batch`
+    # blocks (fan_out, fan_in), each applied to `repeat` vectors, which is kron(I_repeat, block).
     width = structure.in_features
     for step, weight in zip(structure.program.steps, cores, strict=True):
         permute(*step.move, width)

@@ -20,9 +20,10 @@ Structured Matrices" (arXiv:2410.02117), and its authors' code for the axes of t
 import argparse
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from rich.console import Console
@@ -38,7 +39,9 @@ CORES = ("g f d r a", "f e g r b")
 ROUNDING = 0.01  # of a sum of exponents: 0.33 + 0.67, 3 * 0.33
 PADDING = 0.15  # of a width, at most; the authors' code has the same tolerance
 FACTOR = 2.0  # by which a size may miss width^exponent
-INPUT, OUTPUT, BATCH = 64, 16, 256  # features of the task, samples of a step
+INPUT = 64  # features of the task
+OUTPUT = 16
+BATCH = 256  # samples of a step
 LR = 2.0**-7  # of the dense model
 
 
@@ -81,14 +84,11 @@ class Einsum(Family):
     rho: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            if not 0 <= (value := getattr(self, field.name)) <= 1:
-                raise ValueError(f"{field.name}={value!r} must be a number from 0 to 1")
-        for side, axes in (("x", INPUTS), ("y", OUTPUTS)):
-            total = sum(getattr(self, name) for name in axes)
-            if abs(total - 1) > ROUNDING:
-                text = " + ".join(f"{name}={getattr(self, name)}" for name in axes)
-                raise ValueError(f"{text} is {total:g}: the exponents of {side} must sum to 1")
+        for name, exponent in self.exponents.items():
+            if not 0 <= exponent <= 1:
+                raise ValueError(f"{name}={exponent!r} must be a number from 0 to 1")
+        self._require_sum_of_1("x", INPUTS)
+        self._require_sum_of_1("y", OUTPUTS)
         bound = min(self.alpha + self.delta, self.beta + self.epsilon)
         if self.rho > bound + ROUNDING:
             raise ValueError(
@@ -96,17 +96,36 @@ class Einsum(Family):
                 f"min(alpha + delta, beta + epsilon) = {bound:g}"
             )
 
+    def _require_sum_of_1(self, vector: str, names: Iterable[str]) -> None:
+        exponents = {name: self.exponents[name] for name in names}
+        total = sum(exponents.values())
+        if abs(total - 1) > ROUNDING:
+            text = " + ".join(f"{name}={exponent}" for name, exponent in exponents.items())
+            raise ValueError(f"{text} is {total:g}: the exponents of {vector} must sum to 1")
+
+    @property
+    def exponents(self) -> dict[str, float]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @property
     def omega(self) -> float:
         """log_d of FLOPs / (2 params), in the limit of wide square matrices: 0 is no sharing."""
-        params = min(self.alpha + self.delta, self.beta + self.epsilon)
-        return round(params - min(self.alpha, self.epsilon), 9)
+        # A has d^(gamma + phi + delta + rho + alpha) entries and each multiplies d^beta times; B
+        # has d^(phi + epsilon + gamma + rho + beta), d^delta times. The exponents of x and of y sum
+        # to 1, so the larger core has d^(2 + rho - min(beta + epsilon, alpha + delta)) entries, and
+        # the larger product takes d^(2 + rho - min(epsilon, alpha)) multiplications.
+        params_saved = min(self.alpha + self.delta, self.beta + self.epsilon)
+        flops_saved = min(self.alpha, self.epsilon)
+        return round(params_saved - flops_saved, 9)
 
     @property
     def psi(self) -> float:
         """log_d of the rank, in the same limit: 1 is full rank up to a factor."""
-        first, second = self.alpha + self.epsilon, self.beta + self.delta
-        return round(min(1.0, 2 + self.rho - first, 2 + self.rho - second), 9)
+        # Block (f, g) of the matrix is the sum over r of kron(A_r, B_r), with A_r (d, a) and
+        # B_r (e, b). Its rank is at most r * min(d, a) * min(e, b), and there are f * g blocks.
+        through_b_and_d = 2 + self.rho - (self.alpha + self.epsilon)
+        through_a_and_e = 2 + self.rho - (self.beta + self.delta)
+        return round(min(1.0, through_b_and_d, through_a_and_e), 9)
 
     @property
     def nu(self) -> float:
@@ -115,40 +134,52 @@ class Einsum(Family):
 
     @property
     def label(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return ", ".join(f"{name} {value:g}" for name, value in values.items() if value)
+        return ", ".join(f"{name} {value:g}" for name, value in self.exponents.items() if value)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        inputs = find_sizes(in_features, {INPUTS[n]: getattr(self, n) for n in INPUTS})
-        outputs = find_sizes(out_features, {OUTPUTS[n]: getattr(self, n) for n in OUTPUTS})
+        inputs = find_sizes(in_features, {INPUTS[name]: self.exponents[name] for name in INPUTS})
+        outputs = find_sizes(
+            out_features, {OUTPUTS[name]: self.exponents[name] for name in OUTPUTS}
+        )
         sizes = inputs | outputs
         if self.rho:
-            pairs = [("a", "d"), ("b", "e")]
-            bound = min(sizes.get(one, 1) * sizes.get(other, 1) for one, other in pairs)
-            sizes["r"] = min(round(min(in_features, out_features) ** self.rho), bound)
-        cores = [" ".join(axis for axis in core.split() if axis in sizes) for core in CORES]
-        signature = f"{' '.join(inputs)} -> {' '.join(outputs)}"
-        return Structure(signature, *(core for core in cores if core), **sizes)
+            # A block is the sum over r of kron(A_r, B_r), with A_r (d, a) and B_r (e, b). More
+            # than a * d or b * e terms add parameters and no matrices.
+            a_bound = sizes.get("a", 1) * sizes.get("d", 1)
+            b_bound = sizes.get("b", 1) * sizes.get("e", 1)
+            rank = round(min(in_features, out_features) ** self.rho)
+            sizes["r"] = min(rank, a_bound, b_bound)
+        cores = []
+        for core in CORES:
+            axes = [axis for axis in core.split() if axis in sizes]
+            if axes:
+                cores.append(" ".join(axes))
+        return Structure(f"{' '.join(inputs)} -> {' '.join(outputs)}", *cores, **sizes)
 
 
-def find_sizes(width: int, grown: dict[str, float]) -> dict[str, int]:
+def find_sizes(width: int, exponents: dict[str, float]) -> dict[str, int]:
     """Integers nearest to width^exponent whose product is `width`, or the next number that has
     some; axes with exponent 0 are left out.
 
     >>> find_sizes(96, {"b": 0.5, "a": 0.5}), find_sizes(97, {"b": 0.5, "a": 0.5})
     ({'b': 8, 'a': 12}, {'b': 7, 'a': 14})
     """
-    exponents = {axis: exponent for axis, exponent in grown.items() if exponent}
+    exponents = {axis: exponent for axis, exponent in exponents.items() if exponent}
 
-    def miss(sizes: Sequence[int], padded: int) -> float:
-        """The largest log of a size over its power."""
-        pairs = zip(sizes, exponents.values(), strict=True)
-        return round(max(abs(math.log(s) - e * math.log(padded)) for s, e in pairs), 9)
+    def log_miss(padded: int, sizes: Sequence[int]) -> float:
+        """The largest |log(size / padded^exponent)|; exponents and sizes come in one order."""
+        misses = []
+        for size, exponent in zip(sizes, exponents.values(), strict=True):
+            misses.append(abs(math.log(size) - exponent * math.log(padded)))
+        return round(max(misses), 9)
 
     for padded in range(width, math.ceil(width * (1 + PADDING)) + 1):
-        off, best = min((miss(sizes, padded), sizes) for sizes in factorise(padded, len(exponents)))
-        if off <= math.log(FACTOR) + 1e-9:
-            return dict(zip(exponents, best, strict=True))
+        candidates = []
+        for sizes in factorise(padded, len(exponents)):
+            candidates.append((log_miss(padded, sizes), sizes))
+        smallest_miss, nearest_sizes = min(candidates)
+        if smallest_miss <= math.log(FACTOR) + 1e-9:
+            return dict(zip(exponents, nearest_sizes, strict=True))
     raise ValueError(f"width {width} has no factors within a factor of 2 of the powers {exponents}")
 
 
@@ -157,9 +188,10 @@ def factorise(width: int, factors: int) -> Iterator[tuple[int, ...]]:
     if factors == 1:
         yield (width,)
         return
-    for first in (n for n in range(1, width + 1) if width % n == 0):
-        for rest in factorise(width // first, factors - 1):
-            yield (first, *rest)
+    for first in range(1, width + 1):
+        if width % first == 0:
+            for others in factorise(width // first, factors - 1):
+                yield (first, *others)
 
 
 # ---- drawing and training ------------------------------------------------------------------------
@@ -170,43 +202,69 @@ def sample(width: int, n: int, seed: int = 0) -> list[Einsum]:
 
     Each axis is left out with probability 1/2: families lie on the space's edges.
     """
-    draw, found = random.Random(seed), dict[str, Einsum]()
-    while len(found) < n:
-        exponents = draw_exponents(draw, [*INPUTS]) | draw_exponents(draw, [*OUTPUTS])
-        pairs = exponents["alpha"] + exponents["delta"], exponents["beta"] + exponents["epsilon"]
-        rho = math.floor(100 * draw.uniform(0, min(*pairs, 1.0))) / 100
-        point = Einsum(**exponents, rho=rho if draw.random() < 0.5 else 0.0)
+    draw = random.Random(seed)
+    points: dict[
+        str, Einsum
+    ] = {}  # by the shapes of their cores: the first point of each structure
+    while len(points) < n:
+        point = draw_point(draw)
         try:
             structure = point.structure(width, width)
         except ValueError:  # the width has no factors for it
             continue
         if structure.flops < 2 * width**2:
-            found.setdefault(str([(core.shape, core.repeat) for core in structure.cores]), point)
-    return [*found.values()]
+            shapes = str([(core.shape, core.repeat) for core in structure.cores])
+            points.setdefault(shapes, point)
+    return list(points.values())
+
+
+def draw_point(draw: random.Random) -> Einsum:
+    exponents = draw_exponents(draw, list(INPUTS)) | draw_exponents(draw, list(OUTPUTS))
+    a_and_d = exponents["alpha"] + exponents["delta"]
+    b_and_e = exponents["beta"] + exponents["epsilon"]
+    rho = math.floor(100 * draw.uniform(0, min(a_and_d, b_and_e, 1.0))) / 100
+    has_rank = draw.random() < 0.5
+    return Einsum(**exponents, rho=rho if has_rank else 0.0)
 
 
 def draw_exponents(draw: random.Random, names: list[str]) -> dict[str, float]:
     """Hundredths that sum to 1, uniform for the axes that are not left out."""
-    kept: list[str] = []
-    while not kept:
-        kept = [name for name in names if draw.random() < 0.5]
-    cuts = sorted(draw.randint(0, 100) for _ in kept[1:])
-    parts = [(high - low) / 100 for low, high in pairwise([0, *cuts, 100])]
-    return dict.fromkeys(names, 0.0) | dict(zip(kept, parts, strict=True))
+    present: list[str] = []
+    while not present:
+        present = [name for name in names if draw.random() < 0.5]
+    cuts = sorted(draw.randint(0, 100) for _ in present[1:])
+    exponents = dict.fromkeys(names, 0.0)
+    for name, (low, high) in zip(present, pairwise([0, *cuts, 100]), strict=True):
+        exponents[name] = (high - low) / 100
+    return exponents
 
 
 def build(width: int) -> nn.Sequential:
-    sizes = (INPUT, width, width, width, OUTPUT)
-    layers = [layer for n, m in pairwise(sizes) for layer in (nn.Linear(n, m), nn.ReLU())]
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(
+        nn.Linear(INPUT, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, width),
+        nn.ReLU(),
+        nn.Linear(width, OUTPUT),
+    )
 
 
-def train(family: Family, width: int, steps: int, seed: int) -> tuple[float, int]:
-    """The loss on new samples, over the variance of what is learned; FLOPs of one sample."""
+class Result(NamedTuple):
+    """What became of a family."""
+
+    loss: float  # on new samples, over the variance of what is learned
+    flops: int  # of one sample
+    family: Family
+
+
+def train(family: Family, width: int, steps: int, seed: int) -> Result:
+    """Trains the model with the family in its two square layers."""
     torch.manual_seed(0)
     teacher = build(width).requires_grad_(False)
     torch.manual_seed(1 + seed)
-    model = convert(build(width), family, include="[24]")
+    model = convert(build(width), family, include="[24]")  # the square layers of `build`
     optimizer = torch.optim.Adam(param_groups(model, LR))
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 
@@ -221,7 +279,7 @@ def train(family: Family, width: int, steps: int, seed: int) -> tuple[float, int
         optimizer.step()
         decay.step()
     with torch.no_grad():
-        return loss(8 * BATCH).item(), cost(model).flops
+        return Result(loss(8 * BATCH).item(), cost(model).flops, family)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -235,15 +293,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--smoke", action="store_true", help="seconds")
     options = parser.parse_args(argv)
     if options.smoke:
-        options.points, options.width, options.steps = 2, 64, 3
+        options.points = 2
+        options.width = 64
+        options.steps = 3
     families: list[Family] = [Dense(), *sample(options.width, options.points, options.seed)]
-    rows = [(*train(each, options.width, options.steps, options.seed), each) for each in families]
-    shown = Table("structure", "omega", "psi", "nu", "FLOPs", "loss")
-    for loss, flops, family in sorted(rows, key=lambda row: row[0]):
-        measured = [getattr(family, name, None) for name in ("omega", "psi", "nu")]
-        figures = ["" if each is None else f"{each:.2f}" for each in measured]
-        shown.add_row(family.label, *figures, f"{flops:,}", f"{loss:.3f}")
-    Console(width=100).print(shown)
+    results = [train(family, options.width, options.steps, options.seed) for family in families]
+    table = Table("structure", "omega", "psi", "nu", "FLOPs", "loss")
+    for loss, flops, family in sorted(results, key=lambda result: result.loss):
+        exponents = ["", "", ""]  # dense is no point of the space here
+        if isinstance(family, Einsum):
+            exponents = [f"{family.omega:.2f}", f"{family.psi:.2f}", f"{family.nu:.2f}"]
+        table.add_row(family.label, *exponents, f"{flops:,}", f"{loss:.3f}")
+    Console(width=100).print(table)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,11 @@ from structlin.optim import AdamW
 
 BALANCE = 0.01  # weight of the balance beside the loss
 Z_LOSS = 0.1  # weight of the z-loss in the balance
-WIDTH, CLUSTERS, LR = 64, 8, 4e-3
+WIDTH = 64
+CLUSTERS = 8
+LR = 4e-3
+BATCH = 512
+HELDOUT = 4096
 
 
 class Mixture(nn.Module):
@@ -56,40 +60,45 @@ class Mixture(nn.Module):
         self, in_features: int, out_features: int, structure: Family, *, experts: int, top_k: int
     ) -> None:
         super().__init__()
-        widths = in_features, out_features
+        self.out_features = out_features
+        self.top_k = top_k
         self.experts = nn.ModuleList(
-            StructuredLinear(*widths, structure, bias=False) for _ in range(experts)
+            StructuredLinear(in_features, out_features, structure, bias=False)
+            for _ in range(experts)
         )
         self.router = nn.Linear(in_features, experts, bias=False)
         nn.init.normal_(self.router.weight, std=sqrt(min(in_features, experts)) / in_features)
-        self.out_features, self.top_k = out_features, top_k
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])  # (tokens, in_features)
         logits = self.router(rows).float()  # (tokens, experts)
-        largest, chosen = logits.topk(self.top_k)  # (tokens, top_k)
-        weights = largest.softmax(-1).to(x.dtype)
+        top_logits, chosen = logits.topk(self.top_k)  # (tokens, top_k), logits and expert numbers
+        weights = top_logits.softmax(-1).to(x.dtype)
         self.balance = load_balancing_loss(logits, chosen)
+
+        # y = sum_e w_e W_e x, one expert at a time: gather the tokens that chose expert e,
+        # multiply them by W_e and their weights w_e, (tokens of e, out_features), and add the
+        # products to the rows of y that they came from.
         y = rows.new_zeros(len(rows), self.out_features)
         for number, expert in enumerate(self.experts):
-            token, place = (chosen == number).nonzero(as_tuple=True)  # which rows it multiplies
-            made = expert(rows[token]) * weights[token, place, None]
-            y = y.index_add(0, token, made)
+            token, rank = (chosen == number).nonzero(as_tuple=True)  # (tokens of e,) each
+            output = expert(rows[token]) * weights[token, rank, None]
+            y = y.index_add(0, token, output)
         return y.view(*x.shape[:-1], self.out_features)
 
 
 def load_balancing_loss(logits: Tensor, chosen: Tensor) -> Tensor:
-    """`balance` above; its gradient goes through p and the size of the logits.
+    """`balance` above; its gradient goes through p and the z-loss.
 
     Args:
         logits: `(tokens, experts)`.
         chosen: numbers of each token's experts, `(tokens, top_k)`.
     """
     experts = logits.shape[-1]
-    share = chosen.flatten().bincount(minlength=experts) / chosen.numel()  # (experts,)
-    probability = logits.softmax(-1).mean(0)  # (experts,)
-    size = logits.logsumexp(-1).square().mean()
-    return experts * (probability * share).sum() + Z_LOSS * size
+    share = chosen.flatten().bincount(minlength=experts) / chosen.numel()  # f, (experts,)
+    probability = logits.softmax(-1).mean(0)  # p, (experts,)
+    z_loss = logits.logsumexp(-1).square().mean()
+    return experts * (probability * share).sum() + Z_LOSS * z_loss
 
 
 class Clusters:
@@ -107,7 +116,8 @@ class Clusters:
         """x and y, `(tokens, WIDTH)` each."""
         cluster = torch.randint(CLUSTERS, (tokens,), generator=self.random)
         x = self.centres[cluster] + self.draw(tokens, WIDTH)
-        return x, (self.matrices[cluster] @ x[:, :, None]).squeeze(-1)
+        y = (self.matrices[cluster] @ x[:, :, None]).squeeze(-1)
+        return x, y
 
 
 def train(layer: nn.Module, steps: int) -> float:
@@ -116,7 +126,7 @@ def train(layer: nn.Module, steps: int) -> float:
     optimizer = AdamW(layer, LR, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     for _ in range(steps):
-        x, y = data.batch(512)
+        x, y = data.batch(BATCH)
         loss = F.mse_loss(layer(x), y)
         if isinstance(layer, Mixture):
             loss = loss + BALANCE * layer.balance
@@ -125,8 +135,9 @@ def train(layer: nn.Module, steps: int) -> float:
         optimizer.step()
         schedule.step()
     with torch.no_grad():
-        x, y = data.batch(4096)
-        return (F.mse_loss(layer(x), y) / y.square().mean()).item()
+        x, y = data.batch(HELDOUT)
+        relative_error = F.mse_loss(layer(x), y) / y.square().mean()
+        return relative_error.item()
 
 
 def main() -> None:

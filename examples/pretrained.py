@@ -39,10 +39,10 @@ TEXTS = {
 
 def find(source: Source) -> Path | None:
     """Where the file is; None: the package is not here. The package is not imported."""
-    found = find_spec(source.package)
-    if found is None or found.origin is None:
+    package = find_spec(source.package)
+    if package is None or package.origin is None:
         return None
-    path = Path(found.origin).parent / source.path
+    path = Path(package.origin).parent / source.path
     return path if path.is_file() else None
 
 
@@ -52,13 +52,15 @@ def locate(path: Path) -> Path:
     Raises:
         ValueError: there is no such file.
     """
-    source = {Path(each.path).name: each for each in (SMOLLM2, *TEXTS.values())}.get(str(path))
-    if path.exists() or source is None:
+    if path.exists():
         return path
-    found = find(source)
-    if found is None:
-        raise ValueError(f"{path}: no such file; {source.install}")
-    return found
+    for source in (SMOLLM2, *TEXTS.values()):
+        if str(path) == Path(source.path).name:
+            path_in_package = find(source)
+            if path_in_package is None:
+                raise ValueError(f"{path}: no such file; {source.install}")
+            return path_in_package
+    return path
 
 
 # ---- language ------------------------------------------------------------------------------------
@@ -80,9 +82,9 @@ def read_model(path: Path | None) -> tuple[Any, Any]:
         return read_gguf(path)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options = {"pretrained_model_name_or_path": path, "local_files_only": True}
-    tokenizer = AutoTokenizer.from_pretrained(**options)
-    return AutoModelForCausalLM.from_pretrained(**options, dtype=torch.float32).eval(), tokenizer
+    tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    return model.eval(), tokenizer
 
 
 def read_gguf(path: Path) -> tuple[Any, Any]:
@@ -114,12 +116,20 @@ def make_tiny() -> tuple[Any, Any]:
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(letters)}, []))
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
-    tokens = {"vocab_size": len(letters), "bos_token_id": 0, "eos_token_id": 0}
-    model = LlamaForCausalLM(LlamaConfig(**sizes, **tokens, num_attention_heads=2))
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        vocab_size=len(letters),
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = LlamaForCausalLM(config)
     chat = "{% for turn in messages %}{{ turn.content }}{% endfor %}"
     return model.eval(), PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=chat)
 
@@ -133,4 +143,5 @@ def read_text(path: Path | None) -> str:
 
 def tokenize(tokenizer: Any, text: str) -> Tensor:
     """The ids of a text, which may be longer than what the model reads at once: `(tokens,)`."""
-    return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    encoded = tokenizer(text, add_special_tokens=False, verbose=False)
+    return torch.tensor(encoded["input_ids"])

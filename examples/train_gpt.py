@@ -24,9 +24,12 @@ import structlin
 from structlin.optim import SOAP, Muon
 
 STRUCTURE = structlin.BTT(rank=4).activate()  # of the MLPs, with SiLU between its cores
-CONVERT = {"overrides": {"*attn*": structlin.BTT(rank=4)}, "weight_norm": True}  # without SiLU
+CONVERT = {
+    "overrides": {"*attn*": structlin.BTT(rank=4)},  # attention has no SiLU between its cores
+    "weight_norm": True,
+}
 HEAD = 32  # features of an attention head, at every width; muP divides by HEAD, not by its root
-TURN = 20  # steps before the next model has its turn, so that their seconds compare
+TURN = 20  # steps until the next model has its turn; a slow minute of the machine slows all models
 SIZES = {
     "width": 256,
     "depth": 2,
@@ -70,10 +73,13 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width, bias=False)
         self.head = nn.Linear(width, vocabulary, bias=False)
         initialise(self, embedding=0.2)
-        # positions are learned, but start as waves: attention then soon finds the tokens before
+
+        # Positions are learned. They start as waves, sin(p w) and cos(p w) for position p and
+        # width / 2 frequencies w, so that attention soon finds the tokens before. The wavelengths
+        # grow from 2 pi to 4 pi * context. The factor sqrt(2) gives the waves an RMS of 1.
         frequencies = (2 * context) ** -(torch.arange(0, width, 2) / width)
-        angles = torch.arange(context)[:, None] * frequencies
-        waves = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)[:, :width]
+        angles = torch.arange(context)[:, None] * frequencies  # (context, width / 2)
+        waves = math.sqrt(2) * torch.cat([angles.sin(), angles.cos()], dim=1)  # (context, width)
         self.positions.weight.data.copy_(0.2 * waves)
 
     def forward(self, ids):  # (batch, tokens) -> (batch, tokens, vocabulary)
@@ -97,36 +103,48 @@ def initialise(model, embedding):
 
 
 def read_text(path):
-    """The characters of a text, and the text as their numbers; None: that of the library."""
-    if path is not None:
-        text = path.read_text("utf-8")
-    else:
-        texts = [text for _, text in sorted(pydoc_data.topics.topics.items())]
-        for module in sorted(Path(get_path("stdlib")).glob("*.py")):
-            texts.append(module.read_text("utf-8", "ignore"))
-        text = "\n".join(texts).encode("ascii", "ignore").decode()
-    points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
-    return points.unique(return_inverse=True)
+    """The sorted characters of a text, and the index of each of its characters among them.
+
+    `path` None is the text of Python's standard library: its documentation and its modules.
+    """
+    text = read_standard_library() if path is None else path.read_text("utf-8")
+    code_points = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32)
+    characters, ids = code_points.unique(return_inverse=True)
+    return characters, ids
+
+
+def read_standard_library():
+    topics = pydoc_data.topics.topics
+    texts = [topics[name] for name in sorted(topics)]
+    for path in sorted(Path(get_path("stdlib")).glob("*.py")):
+        texts.append(path.read_text("utf-8", "ignore"))
+    return "\n".join(texts).encode("ascii", "ignore").decode()
 
 
 class Windows:
     """Windows of a text and the characters that follow; the last tenth of the text is held out."""
 
-    def __init__(self, ids, context, size, seed, heldout=128, part=32):
-        self.train_ids, heldout_ids = ids.tensor_split([len(ids) - len(ids) // 10])
-        self.context, self.size, self.seed = context, size, seed
-        starts = torch.linspace(0, len(heldout_ids) - context - 1, heldout).long()
-        self.heldout = [self.cut(heldout_ids, chunk) for chunk in starts.split(part)]
+    def __init__(self, ids, context, batch_size, seed, heldout_windows=128, heldout_batch=32):
+        self.context = context
+        self.batch_size = batch_size
+        self.seed = seed
+        train_count = len(ids) - len(ids) // 10
+        self.train_ids = ids[:train_count]
+        heldout_ids = ids[train_count:]
+        starts = torch.linspace(0, len(heldout_ids) - context - 1, heldout_windows).long()
+        self.heldout = [self.cut(heldout_ids, chunk) for chunk in starts.split(heldout_batch)]
 
     def cut(self, ids, starts):
-        window = ids[starts[:, None] + torch.arange(self.context + 1)]
-        return window[:, :-1], window[:, 1:]
+        """x and y, `(windows, context)` each; y is one character later."""
+        windows = ids[starts[:, None] + torch.arange(self.context + 1)]
+        return windows[:, :-1], windows[:, 1:]
 
     def batch(self, step):
-        """Follows from the seed and the step alone."""
+        """The batch of a step. It depends on the seed and the step alone."""
         random = torch.Generator().manual_seed(1_000_003 * self.seed + step)
-        last = len(self.train_ids) - self.context
-        return self.cut(self.train_ids, torch.randint(last, (self.size,), generator=random))
+        start_count = len(self.train_ids) - self.context
+        starts = torch.randint(start_count, (self.batch_size,), generator=random)
+        return self.cut(self.train_ids, starts)
 
 
 # ---- training ------------------------------------------------------------------------------------
@@ -135,23 +153,26 @@ class Windows:
 class Run:
     """A model and its optimizer, and how its training goes."""
 
-    def __init__(self, label, model, optimizer, cost_per_token, options):
+    def __init__(self, label, model, optimizer, params, flops_per_token, options):
         self.label = label
         self.model = model
         self.optimizer = optimizer
-        self.params, self.flops = cost_per_token
+        self.params = params
+        self.flops_per_token = flops_per_token  # of a forward pass
         self.options = options
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.rate)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, self.relative_rate)
         self.seconds = 0.0
         self.losses = []  # (steps so far, held-out loss)
 
-    def rate(self, step):
-        """Relative to its peak: up on a line, then down on a cosine to a tenth."""
+    def relative_rate(self, step):
+        """The learning rate over its peak: a line up, then a cosine down to a tenth."""
         steps = self.options.steps
+        # 5 % of the steps; a short run takes up to 50 steps, but no more than 20 %
         warmup = max(1, steps // 20, min(50, steps // 5))
         if step < warmup:
             return (step + 1) / warmup
-        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, steps - warmup))
+        progress = (step - warmup) / max(1, steps - warmup)
+        return 0.55 + 0.45 * math.cos(math.pi * progress)
 
     def loss(self, x, y, reduction="mean"):
         device = self.model.head.weight.device
@@ -166,46 +187,54 @@ class Run:
         self.schedule.step()
 
     @torch.no_grad()
-    def evaluate(self, step, heldout):
-        total = sum(self.loss(x, y, "sum").item() for x, y in heldout)
-        loss = total / sum(y.numel() for _, y in heldout)
-        self.losses.append((step, loss))
-        name, width = type(self.optimizer).__name__, self.model.head.in_features
+    def evaluate(self, steps_done, heldout):
+        total_loss = 0
+        total_targets = 0
+        for x, y in heldout:
+            total_loss += self.loss(x, y, "sum").item()
+            total_targets += y.numel()
+        loss = total_loss / total_targets
+        self.losses.append((steps_done, loss))
+        optimizer = type(self.optimizer).__name__
+        width = self.model.head.in_features
         print(
-            f"{self.label:18}{name:6}{width:5}   step {step:4}{loss:9.4f}{self.seconds:8.1f} s",
+            f"{self.label:18}{optimizer:6}{width:5}   "
+            f"step {steps_done:4}{loss:9.4f}{self.seconds:8.1f} s",
             flush=True,
         )
 
 
-def train(runs, data, options):
-    """All runs on the same batches, in turns of `TURN` steps."""
-    for first_step in range(0, options.steps, TURN):
-        for run in runs:
-            for step in range(first_step, min(first_step + TURN, options.steps)):
-                start = time.perf_counter()
-                run.step(*data.batch(step))
-                run.seconds += time.perf_counter() - start
-                done = step + 1
-                if done % max(1, options.steps // 20) == 0 or done == options.steps:
-                    run.evaluate(done, data.heldout)
+def make_run(label, build, width, make_optimizer, data, options, head_std=0.0):
+    """A run of the model `build(width)`. All models start from the same seed.
 
-
-def make_run(build, structure, make_optimizer, data, options, head_std=0.0, **convert):
-    """A run of the model of `build()`: dense if `structure` is None, else converted.
-
-    The rates are meant for the dense model of `options.width`, and muP takes them to others.
+    The head starts at zero, or with the standard deviation `head_std`.
     """
     torch.manual_seed(options.seed)
-    model = build()
-    if structure is not None:
-        structlin.convert(model, structure, init="mup", **convert)
+    model = build(width)
     nn.init.normal_(model.head.weight, std=head_std)
     x, y = data.heldout[0]
     cost = structlin.cost(model, x[:1])
+    flops_per_token = cost.flops // y[:1].numel()
     model.to(options.device)
     optimizer = make_optimizer(model)
-    label = "dense" if structure is None else structure.label
-    return Run(label, model, optimizer, (cost.params, cost.flops // y[:1].numel()), options)
+    return Run(label, model, optimizer, cost.params, flops_per_token, options)
+
+
+def train(runs, data, options):
+    """Train all runs on the same batches, in turns of `TURN` steps."""
+    evaluate_every = max(1, options.steps // 20)
+    for turn_start in range(0, options.steps, TURN):
+        turn_end = min(turn_start + TURN, options.steps)
+        for run in runs:
+            for step in range(turn_start, turn_end):
+                start = time.perf_counter()
+                x, y = data.batch(step)
+                run.step(x, y)
+                run.seconds += time.perf_counter() - start
+
+                steps_done = step + 1
+                if steps_done % evaluate_every == 0 or steps_done == options.steps:
+                    run.evaluate(steps_done, data.heldout)
 
 
 # ---- the result ----------------------------------------------------------------------------------
@@ -213,47 +242,69 @@ def make_run(build, structure, make_optimizer, data, options, head_std=0.0, **co
 
 def report(runs, data, options):
     """Print a table, write a plot and results.json, and return a row for each run."""
-    tokens = options.batch * data.heldout[0][1][:1].numel()  # of a step
-    figure, (by_seconds, by_flops) = plt.subplots(
-        1, 2, sharey=True, figsize=(11, 4.5), layout="constrained"
-    )
-    rows = []
-    for run in runs:
-        steps, losses = zip(*run.losses, strict=True)
-        seconds_per_step = run.seconds / options.steps
-        flops = [3 * step * tokens * run.flops for step in steps]  # backward takes twice forward's
-        row = {
-            "label": run.label,
-            "params": run.params,
-            "optimizer": type(run.optimizer).__name__,
-            "width": run.model.head.in_features,
-            "flops": run.flops,
-            "ms": round(1e3 * seconds_per_step, 2),
-            "loss": losses[-1],
-            "clock": [round(step * seconds_per_step, 2) for step in steps],
-            "curve": [*zip(flops, losses, strict=True)],
-        }
-        rows.append(row)
-        line = "{label:18}{optimizer:6}{width:5}{params:12,}{flops:12,}{ms:9.1f} ms{loss:9.4f}"
+    _, y = data.heldout[0]
+    tokens_per_step = options.batch * y[:1].numel()
+    rows = [summarize(run, tokens_per_step, options.steps) for run in runs]
+    line = "{label:18}{optimizer:6}{width:5}{params:12,}{flops:12,}{ms:9.1f} ms{loss:9.4f}"
+    for row in rows:
         print(line.format(**row))
-        by_seconds.plot(row["clock"], losses, label=f"{row['label']}, {row['optimizer']}")
-        by_flops.plot(flops, losses)
-    by_seconds.set(xlabel="seconds of training", ylabel="held-out loss (nats)", yscale="log")
-    by_flops.set(xlabel="training FLOPs", xscale="log")
-    by_flops.tick_params(axis="x", which="both", labelrotation=45)
-    by_seconds.legend()
     options.out.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.out / "loss.png", dpi=150)
+    plot(rows, options.out / "loss.png")
     result = {"command": sys.argv, "seed": options.seed, "torch": torch.__version__, "rows": rows}
     (options.out / "results.json").write_text(json.dumps(result))
     return rows
 
 
+def summarize(run, tokens_per_step, steps):
+    """What results.json keeps of a run."""
+    seconds_per_step = run.seconds / steps
+    clock = []  # seconds of training at each evaluation
+    curve = []  # (training FLOPs so far, held-out loss)
+    for steps_done, loss in run.losses:
+        clock.append(round(steps_done * seconds_per_step, 2))
+        # a backward pass takes twice the FLOPs of a forward pass
+        curve.append((3 * steps_done * tokens_per_step * run.flops_per_token, loss))
+    _, final_loss = run.losses[-1]
+    return {
+        "label": run.label,
+        "params": run.params,
+        "optimizer": type(run.optimizer).__name__,
+        "width": run.model.head.in_features,
+        "flops": run.flops_per_token,
+        "ms": round(1e3 * seconds_per_step, 2),
+        "loss": final_loss,
+        "clock": clock,
+        "curve": curve,
+    }
+
+
+def plot(rows, path):
+    """The held-out losses, against seconds on the left and against FLOPs on the right."""
+    figure, (by_seconds, by_flops) = plt.subplots(
+        1, 2, sharey=True, figsize=(11, 4.5), layout="constrained"
+    )
+    for row in rows:
+        flops, losses = zip(*row["curve"], strict=True)
+        by_seconds.plot(row["clock"], losses, label=f"{row['label']}, {row['optimizer']}")
+        by_flops.plot(flops, losses)
+    by_seconds.set(xlabel="seconds of training", ylabel="held-out loss (nats)", yscale="log")
+    by_seconds.legend()
+    by_flops.set(xlabel="training FLOPs", xscale="log")
+    by_flops.tick_params(axis="x", which="both", labelrotation=45)
+    figure.savefig(path, dpi=150)
+
+
+# ---- the program ---------------------------------------------------------------------------------
+
+
 def parse(about, out, sizes, smoke, argv):
+    """The options of a program; with --smoke the sizes in `smoke` are the defaults."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--data", type=Path, help="a text file, UTF-8")
-    for name, value in (sizes | {"out": Path(out), "device": "cpu"}).items():
-        parser.add_argument(f"--{name}", type=type(value), default=value)
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--out", type=Path, default=Path(out))
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--amp", action="store_true", help="bfloat16 by autocast")
     parser.add_argument("--smoke", action="store_true", help="seconds: does it run?")
     if parser.parse_args(argv).smoke:
@@ -266,29 +317,28 @@ def compare(build, data, options, head_std=0.0):
 
     `build(width)` makes the dense model; `train_vit.py` has another one.
     """
-    example = data.heldout[0][0][:1]
-    wide = structlin.widen(
-        build, STRUCTURE, dense=options.width, example=example, multiple=HEAD, **CONVERT
+    x, _ = data.heldout[0]
+    widened = structlin.widen(
+        build, STRUCTURE, dense=options.width, example=x[:1], multiple=HEAD, **CONVERT
     )
-    rates = {"lr": options.lr, "other_lr": options.other_lr, "base": build(options.width)}
+    base = build(options.width)  # the rates are for this model; muP scales them to other widths
+
+    def build_structured(width):
+        return structlin.convert(build(width), STRUCTURE, init="mup", **CONVERT)
 
     def muon(model):
-        return Muon(model, momentum=0.9, **rates)
+        return Muon(model, options.lr, momentum=0.9, other_lr=options.other_lr, base=base)
 
     def soap(model):
-        return SOAP(model, **rates)
+        return SOAP(model, options.lr, other_lr=options.other_lr, base=base)
 
-    def dense():
-        return build(options.width)
+    dense_muon = make_run("dense", build, options.width, muon, data, options, head_std)
+    dense_soap = make_run("dense", build, options.width, soap, data, options, head_std)
+    structured_soap = make_run(
+        STRUCTURE.label, build_structured, widened.width, soap, data, options, head_std
+    )
+    runs = [dense_muon, dense_soap, structured_soap]
 
-    def widest():
-        return build(wide.width)
-
-    runs = [
-        make_run(dense, None, muon, data, options, head_std),
-        make_run(dense, None, soap, data, options, head_std),
-        make_run(widest, STRUCTURE, soap, data, options, head_std, **CONVERT),
-    ]
     structlin.show_config()  # builds the engine before a step is timed
     train(runs, data, options)
     return report(runs, data, options)

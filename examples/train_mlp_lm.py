@@ -17,8 +17,6 @@ import structlin
 
 EMBEDDING = 24  # features of a character
 STRUCTURE = structlin.BTT(rank=1)
-
-
 SIZES = {
     "width": 512,
     "depth": 3,
@@ -60,10 +58,11 @@ class MLP(nn.Module):
 class NextCharacter(Windows):
     """Windows of a text, and the one character after each."""
 
-    def __init__(self, ids, context, size, seed):
-        super().__init__(ids, context, size, seed, heldout=8192, part=512)
+    def __init__(self, ids, context, batch_size, seed):
+        super().__init__(ids, context, batch_size, seed, heldout_windows=8192, heldout_batch=512)
 
     def cut(self, ids, starts):
+        """x, `(windows, context)`, and y, `(windows,)`."""
         x, y = super().cut(ids, starts)
         return x, y[:, -1]
 
@@ -76,24 +75,24 @@ def main(argv=None):
     def build(width):
         return MLP(len(characters), options.context, options.depth, width)
 
-    base = build(options.width)
+    def build_structured(width):
+        return structlin.convert(build(width), STRUCTURE, init="mup")
+
+    base = build(options.width)  # the rate is for this model; muP scales it to other widths
 
     def adamw(model):
         return structlin.optim.AdamW(
             model, options.lr, betas=(0.9, 0.95), weight_decay=0.0, base=base, fused=True
         )
 
-    example = data.heldout[0][0][:1]
-    wide = structlin.widen(build, STRUCTURE, dense=options.width, example=example, multiple=32)
-
-    def run(width, structure):
-        return make_run(lambda: build(width), structure, adamw, data, options)
-
+    x, _ = data.heldout[0]
+    widened = structlin.widen(build, STRUCTURE, dense=options.width, example=x[:1], multiple=32)
+    label = STRUCTURE.label
     runs = [
-        run(options.width, None),
-        run(2 * options.width, None),
-        run(2 * options.width, STRUCTURE),
-        run(wide.width, STRUCTURE),
+        make_run("dense", build, options.width, adamw, data, options),
+        make_run("dense", build, 2 * options.width, adamw, data, options),
+        make_run(label, build_structured, 2 * options.width, adamw, data, options),
+        make_run(label, build_structured, widened.width, adamw, data, options),
     ]
     structlin.show_config()  # builds the engine before a step is timed
     train(runs, data, options)

@@ -27,7 +27,7 @@ SMOKE = {"width": 32, "depth": 1, "batch": 8, "steps": 6}
 
 
 class Block(nn.Module):
-    """That of train_gpt.py, but every patch sees all others."""
+    """The block of train_gpt.py, but every patch sees all patches."""
 
     def __init__(self, width):
         super().__init__()
@@ -59,9 +59,17 @@ class ViT(nn.Module):
         initialise(self, embedding=1)
 
     def forward(self, images):  # (batch, channels, height, columns) -> (batch, classes)
-        # (batch, patches, channels * patch * patch)
-        x = self.patch_embedding(F.unfold(images, self.patch, stride=self.patch).mT)
-        return self.head(self.norm(self.blocks(x + self.positions.weight)).mean(1))
+        patches = F.unfold(images, self.patch, stride=self.patch).mT
+        x = self.patch_embedding(patches) + self.positions.weight  # (batch, patches, width)
+        return self.head(self.norm(self.blocks(x)).mean(1))
+
+
+# ---- the data ------------------------------------------------------------------------------------
+
+
+def count_train(count):
+    """How many of `count` images are for training: all but a fifth."""
+    return count - count // 5
 
 
 def read_images(path):
@@ -69,38 +77,52 @@ def read_images(path):
     if path is None:
         from sklearn.datasets import load_digits
 
-        images, labels = load_digits().images, load_digits().target
+        digits = load_digits()
+        images = digits.images
+        labels = digits.target
     else:
         with np.load(path, allow_pickle=False) as arrays:
-            images, labels = arrays["images"], arrays["labels"]
+            images = arrays["images"]
+            labels = arrays["labels"]
     order = np.random.default_rng(0).permutation(len(images))  # the same for every --seed
     pixels = torch.tensor(images[order], dtype=torch.float32)
     pixels = pixels.unsqueeze(1) if pixels.ndim == 3 else pixels.permute(0, 3, 1, 2)
-    train = pixels[: len(pixels) - len(pixels) // 5]
-    return (pixels - train.mean()) / train.std(), torch.tensor(labels[order], dtype=torch.int64)
+    train_pixels = pixels[: count_train(len(pixels))]
+    standardised = (pixels - train_pixels.mean()) / train_pixels.std()
+    return standardised, torch.tensor(labels[order], dtype=torch.int64)
 
 
 class Shifted:
-    """Batches of the first four fifths of the images; the others are held out."""
+    """Batches of randomly moved training images; the last fifth of the images is held out."""
 
-    def __init__(self, images, labels, size, seed):
-        cut = len(images) - len(images) // 5
-        self.labels, self.size, self.seed = labels[:cut], size, seed
+    def __init__(self, images, labels, batch_size, seed):
+        self.batch_size = batch_size
+        self.seed = seed
         self.height, self.columns = images.shape[2:]
+        train_count = count_train(len(images))
+        train_images = images[:train_count]
+        self.labels = labels[:train_count]
         self.margin = self.height // 8
-        self.padded = F.pad(images[:cut], (self.margin,) * 4, value=float(images[:cut].min()))
-        self.heldout = [*zip(images[cut:].split(256), labels[cut:].split(256), strict=True)]
+        darkest = float(train_images.min())
+        self.padded = F.pad(train_images, (self.margin,) * 4, value=darkest)
+        heldout_images = images[train_count:].split(256)
+        heldout_labels = labels[train_count:].split(256)
+        self.heldout = list(zip(heldout_images, heldout_labels, strict=True))
 
     def batch(self, step):
         """Random images, each moved by up to an eighth of its height."""
         random = torch.Generator().manual_seed(1_000_003 * self.seed + step)
-        chosen = torch.randint(len(self.labels), (self.size,), generator=random)
-        down, right = torch.randint(2 * self.margin + 1, (2, self.size, 1), generator=random)
-        y = (down + torch.arange(self.height))[:, :, None]
-        x = (right + torch.arange(self.columns))[:, None]
-        # (size, height, columns, channels)
-        moved = self.padded[chosen[:, None, None], :, y, x]
-        return moved.permute(0, 3, 1, 2), self.labels[chosen]
+        numbers = torch.randint(len(self.labels), (self.batch_size,), generator=random)
+        shifts = torch.randint(2 * self.margin + 1, (2, self.batch_size, 1), generator=random)
+        down, right = shifts  # (batch, 1) each
+
+        # One gather cuts a window of height x columns out of each padded image. The indices of
+        # images (batch, 1, 1), rows (batch, height, 1) and columns (batch, 1, columns) broadcast to
+        # (batch, height, columns). The slice between them makes the channels the last axis.
+        rows = (down + torch.arange(self.height))[:, :, None]
+        columns = (right + torch.arange(self.columns))[:, None, :]
+        windows = self.padded[numbers[:, None, None], :, rows, columns]
+        return windows.permute(0, 3, 1, 2), self.labels[numbers]
 
 
 def patch_size(height, columns):
@@ -115,8 +137,9 @@ def main(argv=None):
     options = parse(__doc__, "out/train_vit", SIZES, SMOKE, argv)
     images, labels = read_images(options.data)
     data = Shifted(images, labels, options.batch, options.seed)
-    shape, classes = images.shape[1:], int(labels.max()) + 1
-    patch = patch_size(*shape[1:])
+    shape = images.shape[1:]  # channels, height, columns
+    classes = int(labels.max()) + 1
+    patch = patch_size(data.height, data.columns)
 
     def build(width):
         return ViT(shape, patch, classes, options.depth, width)

@@ -13,6 +13,7 @@ torch.manual_seed(0)  # of a GPU too, once it is used
 
 # torch.testing._internal, which they import, changes the process
 collect_ignore = [f"conformance/{name}.py" for name in ("modules", "operators", "optimizers")]
+collect_ignore.append("parallel/torchtitan_on_a_cpu.py")  # it imports torchtitan
 SLOW = {"benchmarks", "examples", "faults", "modular", "projection", "stack"}  # folders
 
 

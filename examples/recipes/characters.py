@@ -12,7 +12,8 @@ VOCABULARY = 128
 
 def windows(count: int, length: int, seed: int = 0) -> Tensor:  # (count, length)
     """Windows of the text at random places, as long integers below `VOCABULARY`."""
-    text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
+    topics = pydoc_data.topics.topics
+    text = "\n".join(topics[name] for name in sorted(topics))
     ids = torch.frombuffer(bytearray(text.encode("ascii", "ignore")), dtype=torch.uint8).long()
     random = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(ids) - length, (count,), generator=random)
@@ -20,9 +21,10 @@ def windows(count: int, length: int, seed: int = 0) -> Tensor:  # (count, length
 
 
 def require(*packages: str) -> None:
-    """Ends the program with one line where a package is missing: as a failure, or by --smoke, which
-    runs with what is there, as a success."""
+    """Ends the program with one line if a package is missing: a failure, but a success with
+    --smoke, which tries only the recipes whose packages are installed."""
     missing = [package for package in packages if not find_spec(package)]
     if missing:
         print(f"{sys.argv[0]} needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-        raise SystemExit(0 if "--smoke" in sys.argv else 1)
+        is_smoke = "--smoke" in sys.argv
+        raise SystemExit(0 if is_smoke else 1)

@@ -19,31 +19,35 @@ from transformers import GraniteConfig, GraniteForCausalLM
 from structlin import BTT, convert, param_groups
 
 BASE = 64  # the width where the rate was tuned
+DEPTH = 2
+HEAD = 16  # features of an attention head
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--smoke", action="store_true")
 
 
 def make(width: int, base: int) -> GraniteForCausalLM:
-    factor, depth, head = width / base, 2, 16
     config = GraniteConfig(
         vocab_size=VOCABULARY,
         hidden_size=width,
         intermediate_size=4 * width,
-        num_hidden_layers=depth,
-        num_attention_heads=width // head,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=width // HEAD,
         tie_word_embeddings=True,
         initializer_range=0.1,  # of the embedding, the same at every width
         embedding_multiplier=10.0,  # to unit RMS, the same at every width
-        attention_multiplier=1 / head,  # for heads of every width
-        residual_multiplier=depth**-0.5,
-        logits_scaling=10.0 * factor,  # a head tied to the embedding shrinks with the width
+        attention_multiplier=1 / HEAD,  # for heads of every width
+        residual_multiplier=DEPTH**-0.5,
+        logits_scaling=10.0 * width / base,  # a head tied to the embedding shrinks with the width
     )
     return convert(GraniteForCausalLM(config), BTT(rank=1), init="mup")  # of the layers: muP's
 
 
 def change(width: int, base: int, tokens: torch.Tensor, seeds: int) -> float:
-    """RMS of what four steps change in the logits; `base` is `width`: as without muP."""
-    found = []
+    """RMS of what four steps change in the logits, the mean over seeds.
+
+    With `base` equal to `width` the config and the rates are those without muP.
+    """
+    changes = []
     for seed in range(seeds):
         torch.manual_seed(seed)
         model = make(width, base)
@@ -54,19 +58,23 @@ def change(width: int, base: int, tokens: torch.Tensor, seeds: int) -> float:
             optimizer.zero_grad()
             model(tokens, labels=tokens).loss.backward()
             optimizer.step()
-        found.append((model(tokens).logits.detach() - before).square().mean().sqrt().item())
-    return sum(found) / seeds
+        after = model(tokens).logits.detach()
+        changes.append((after - before).square().mean().sqrt().item())
+    return sum(changes) / seeds
 
 
 def main() -> None:
-    small = parser.parse_args().smoke
-    widths = (BASE, 4 * BASE) if small else (BASE, 4 * BASE, 16 * BASE)
-    tokens, seeds = windows(4, 32), 2 if small else 3
+    smoke = parser.parse_args().smoke
+    widths = [BASE, 4 * BASE] if smoke else [BASE, 4 * BASE, 16 * BASE]
+    seeds = 2 if smoke else 3
+    tokens = windows(4, 32)
+    changes = {}  # with muP, by width
     print("width  logits' change with muP  without")
-    rows = [[change(width, base, tokens, seeds) for base in (BASE, width)] for width in widths]
-    for width, (ours, naive) in zip(widths, rows, strict=True):
-        print(f"{width:5}  {ours:24.3f}  {naive:7.3f}")
-    ratios = [ours / rows[0][0] for ours, _ in rows]
+    for width in widths:
+        changes[width] = change(width, BASE, tokens, seeds)
+        change_without = change(width, width, tokens, seeds)
+        print(f"{width:5}  {changes[width]:24.3f}  {change_without:7.3f}")
+    ratios = [changes[width] / changes[BASE] for width in widths]
     if not all(0.6 < ratio < 1.6 for ratio in ratios):
         raise SystemExit(f"with muP the change should not depend on the width: times {ratios}")
 

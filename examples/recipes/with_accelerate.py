@@ -22,23 +22,31 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from structlin import BTT, convert
 from structlin.optim import AdamW
 
+SIZES = {"width": 256, "depth": 4, "context": 128, "steps": 25}
+SMOKE = {"width": 32, "depth": 1, "context": 32, "steps": 4}
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--smoke", action="store_true")
 
 
 def main() -> None:
-    small = parser.parse_args().smoke
-    width, depth, context, steps = (32, 1, 32, 4) if small else (256, 4, 128, 25)
+    sizes = SMOKE if parser.parse_args().smoke else SIZES
+    width = sizes["width"]
+    steps = sizes["steps"]  # updates in one pass over the data
     accelerator = Accelerator(
         mixed_precision="bf16", gradient_accumulation_steps=2, cpu=not torch.cuda.is_available()
     )
     torch.manual_seed(0)
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": depth}
-    config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=width // 16, **sizes)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=sizes["depth"],
+        num_attention_heads=width // 16,
+    )
     model = convert(LlamaForCausalLM(config), BTT(rank=1), init="mup", zero_init="branch-end")
     optimizer = AdamW(model, lr=3e-3, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=2 * steps)
-    batches = DataLoader(windows(8 * steps, context), batch_size=4)
+    batches = DataLoader(windows(8 * steps, sizes["context"]), batch_size=4)
     model, optimizer, batches, schedule = accelerator.prepare(model, optimizer, batches, schedule)
 
     def train() -> list[float]:
@@ -54,15 +62,20 @@ def main() -> None:
             losses.append(loss.item())
         return losses
 
-    first = train()
+    losses_before = train()
     with TemporaryDirectory() as folder:
         accelerator.save_state(folder)
-        expected = train()
+        expected_losses = train()
         accelerator.load_state(folder)
-        found = train()
-    print(f"loss {first[0]:.3f} -> {first[-1]:.3f} -> {expected[-1]:.3f}, loaded {found[-1]:.3f}")
-    if found != expected:
-        raise SystemExit(f"after loading the losses differ: {found}, before {expected}")
+        loaded_losses = train()
+    print(
+        f"loss {losses_before[0]:.3f} -> {losses_before[-1]:.3f} -> {expected_losses[-1]:.3f}, "
+        f"loaded {loaded_losses[-1]:.3f}"
+    )
+    if loaded_losses != expected_losses:
+        raise SystemExit(
+            f"after loading the losses differ: {loaded_losses}, before {expected_losses}"
+        )
 
 
 if __name__ == "__main__":

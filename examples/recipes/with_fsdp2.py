@@ -27,26 +27,33 @@ from structlin import BTT, convert
 from structlin.optim import Muon, shard_placement_fn
 
 PROCESSES = 2
+SIZES = {"width": 256, "depth": 4, "context": 128, "steps": 30}
+SMOKE = {"width": 32, "depth": 2, "context": 32, "steps": 3}
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--smoke", action="store_true")
 
 
 def make(width: int, depth: int) -> tuple[LlamaForCausalLM, Optimizer]:
-    sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": depth}
-    config = LlamaConfig(vocab_size=VOCABULARY, num_attention_heads=width // 16, **sizes)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=depth,
+        num_attention_heads=width // 16,
+    )
     model = convert(LlamaForCausalLM(config), BTT(rank=1), init="mup", zero_init="branch-end")
     place = shard_placement_fn(model, dist.get_world_size())  # once, before the first fully_shard
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    for part in (*model.model.layers, model):
-        fully_shard(part, mp_policy=policy, shard_placement_fn=place)
+    for module in (*model.model.layers, model):
+        fully_shard(module, mp_policy=policy, shard_placement_fn=place)
     return model, Muon(model, lr=0.02, other_lr=3e-3)
 
 
 def train(model: LlamaForCausalLM, optimizer: Optimizer, tokens: torch.Tensor) -> list[float]:
     losses = []
     for batch in tokens.split(4 * PROCESSES):
-        own = batch[dist.get_rank() :: PROCESSES]
-        loss = model(own, labels=own).loss
+        local_batch = batch[dist.get_rank() :: PROCESSES]
+        loss = model(local_batch, labels=local_batch).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -54,38 +61,48 @@ def train(model: LlamaForCausalLM, optimizer: Optimizer, tokens: torch.Tensor) -
     return losses
 
 
-def work(rank: int, folder: str, small: bool) -> None:
+def work(rank: int, folder: str, smoke: bool) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES)
-    width, depth, context, steps = (32, 2, 32, 3) if small else (256, 4, 128, 30)
-    before, after = windows(16 * PROCESSES * steps // 2, context).chunk(2)
+    sizes = SMOKE if smoke else SIZES
+    tokens = windows(8 * PROCESSES * sizes["steps"], sizes["context"])
+    tokens_before, tokens_after = tokens.chunk(2)
+
     torch.manual_seed(0)
-    model, optimizer = make(width, depth)
-    losses = train(model, optimizer, before)
+    model, optimizer = make(sizes["width"], sizes["depth"])
+    losses = train(model, optimizer, tokens_before)
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/saved")
-    expected = train(model, optimizer, after)
+    expected_losses = train(model, optimizer, tokens_after)
 
-    model, optimizer = make(width, depth)
+    model, optimizer = make(sizes["width"], sizes["depth"])
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
     dcp.load(state, checkpoint_id=f"{folder}/saved")
-    keys = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-    set_state_dict(model, optimizer, **keys)
-    found = train(model, optimizer, after)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optimizer"],
+    )
+    loaded_losses = train(model, optimizer, tokens_after)
     if rank == 0:
-        print(f"loss {losses[0]:.3f} -> {expected[-1]:.3f}, from DCP {found[-1]:.3f}")
+        print(
+            f"loss {losses[0]:.3f} -> {expected_losses[-1]:.3f}, from DCP {loaded_losses[-1]:.3f}"
+        )
     dist.destroy_process_group()
-    if not torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-4):
-        raise SystemExit(f"from DCP the losses differ: {found}, without a break {expected}")
+    if not torch.allclose(torch.tensor(loaded_losses), torch.tensor(expected_losses), rtol=1e-4):
+        raise SystemExit(
+            f"from DCP the losses differ: {loaded_losses}, without a break {expected_losses}"
+        )
 
 
 def main() -> None:
-    small = parser.parse_args().smoke
+    smoke = parser.parse_args().smoke
     with TemporaryDirectory() as folder:
-        start_processes(work, (folder, small), nprocs=PROCESSES, start_method="spawn")
+        start_processes(work, (folder, smoke), nprocs=PROCESSES, start_method="spawn")
 
 
 if __name__ == "__main__":

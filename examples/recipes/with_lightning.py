@@ -25,6 +25,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from structlin import BTT, convert
 from structlin.optim import AdamW
 
+SIZES = {"width": 256, "depth": 4, "context": 128, "steps": 200}
+SMOKE = {"width": 32, "depth": 1, "context": 32, "steps": 6}
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--smoke", action="store_true")
 
@@ -33,13 +35,22 @@ class Characters(lightning.LightningModule):
     def __init__(self, width: int, depth: int, steps: int, lr: float = 3e-3) -> None:
         super().__init__()
         self.save_hyperparameters()
-        sizes = {"n_embd": width, "n_layer": depth, "n_head": width // 16, "n_positions": 128}
-        # Lightning's checkpoints have no random state: with dropout a resumed run differs
-        no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        tokens = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0}
-        config = GPT2Config(**sizes, **no_dropout, **tokens)
-        model = convert(GPT2LMHeadModel(config), BTT(), init="mup", zero_init="branch-end")
-        self.model, self.losses = model, list[float]()
+        config = GPT2Config(
+            vocab_size=VOCABULARY,
+            n_embd=width,
+            n_layer=depth,
+            n_head=width // 16,
+            n_positions=128,
+            bos_token_id=0,
+            eos_token_id=0,
+            # Lightning's checkpoints have no random state: with dropout a resumed run differs
+            resid_pdrop=0.0,
+            embd_pdrop=0.0,
+            attn_pdrop=0.0,
+        )
+        model = GPT2LMHeadModel(config)
+        self.model = convert(model, BTT(), init="mup", zero_init="branch-end")
+        self.losses: list[float] = []
 
     def training_step(self, tokens: Tensor) -> Tensor:
         loss = self.model(tokens, labels=tokens).loss
@@ -47,37 +58,47 @@ class Characters(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> Any:
-        lr, steps = self.hparams.lr, self.hparams.steps
+        lr = self.hparams.lr
         optimizer = AdamW(self.model, lr, weight_decay=0.1)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, steps)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, self.hparams.steps)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def main() -> None:
-    small = parser.parse_args().smoke
-    width, depth, context, steps = (32, 1, 32, 6) if small else (256, 4, 128, 200)
-    batches = DataLoader(windows(2 * steps, context), batch_size=4)  # half the steps are an epoch
+    sizes = SMOKE if parser.parse_args().smoke else SIZES
+    steps = sizes["steps"]
+    tokens = windows(2 * steps, sizes["context"])
+    batches = DataLoader(tokens, batch_size=4)  # half the steps are an epoch
 
-    def run(folder: str, resume: Path | None = None) -> Characters:
+    def run(folder: str, checkpoint: Path | None = None) -> list[float]:
+        """The losses of a run, which goes on from the checkpoint if there is one."""
         lightning.seed_everything(0, verbose=False)
-        task = Characters(width, depth, steps)
+        task = Characters(sizes["width"], sizes["depth"], steps)
         # by steps: Lightning 2.6 takes a batch twice when it resumes from the end of an epoch
-        keep = ModelCheckpoint(
+        save_halfway = ModelCheckpoint(
             folder, filename="{step}", save_top_k=-1, every_n_train_steps=steps // 2
         )
-        options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         trainer = lightning.Trainer(
-            max_steps=steps, precision="bf16-mixed", callbacks=[keep], **options
+            max_steps=steps,
+            precision="bf16-mixed",
+            callbacks=[save_halfway],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
         )
-        trainer.fit(task, batches, ckpt_path=resume)
-        return task
+        trainer.fit(task, batches, ckpt_path=checkpoint)
+        return task.losses
 
     with TemporaryDirectory() as folder:
-        expected = run(folder).losses
-        found = run(f"{folder}/resumed", Path(folder) / f"step={steps // 2}.ckpt").losses
-    print(f"loss {expected[0]:.3f} -> {expected[-1]:.3f}, resumed {found[-1]:.3f}")
-    if found != expected[steps // 2 :]:
-        raise SystemExit(f"the resumed run differs: {found}, without a break {expected}")
+        losses = run(folder)
+        checkpoint = Path(folder) / f"step={steps // 2}.ckpt"
+        resumed_losses = run(f"{folder}/resumed", checkpoint)
+    expected_losses = losses[steps // 2 :]
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, resumed {resumed_losses[-1]:.3f}")
+    if resumed_losses != expected_losses:
+        raise SystemExit(
+            f"the resumed run differs: {resumed_losses}, without a break {expected_losses}"
+        )
 
 
 if __name__ == "__main__":

@@ -52,9 +52,11 @@ def smoke() -> None:
     options = {"lr": 3e-3, "weight_decay": 0.05, "layer_decay": 0.9}
     optimizer = timm.optim.create_optimizer_v2(model, opt="adamw", **options)
     schedule, _ = create_scheduler_v2(optimizer, num_epochs=20, min_lr=1e-5, warmup_epochs=2)
-    classes, losses = torch.arange(4).repeat(8), []
+
+    classes = torch.arange(4).repeat(8)  # (32,)
     quarters = F.one_hot(classes).view(-1, 1, 2, 2) + 0.1 * torch.randn(32, 3, 2, 2)
     images = F.interpolate(quarters, scale_factor=16)  # (32, 3, 32, 32)
+    losses = []
     for epoch in range(20):
         schedule.step(epoch)
         loss = F.cross_entropy(model(images), classes)
@@ -62,9 +64,9 @@ def smoke() -> None:
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    mults = sorted({round(group["lr_mult"], 2) for group in optimizer.param_groups})
-    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, rates times {mults}")
-    if losses[-1] > 0.8 * losses[0] or len(mults) < 2:
+    lr_mults = sorted({round(group["lr_mult"], 2) for group in optimizer.param_groups})
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, rates times {lr_mults}")
+    if losses[-1] > 0.8 * losses[0] or len(lr_mults) < 2:
         raise SystemExit("the loss should fall, and cores should have rates of their own")
 
 

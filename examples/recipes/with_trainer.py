@@ -20,19 +20,21 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from structlin import BTT, convert
 from structlin.optim import AdamW, Muon
 
+SIZES = {"width": 256, "depth": 4, "context": 128, "batch": 8, "steps": 60, "log_every": 5}
+SMOKE = {"width": 32, "depth": 1, "context": 32, "batch": 4, "steps": 6, "log_every": 1}
 parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 parser.add_argument("--optimizer", choices=["adamw", "muon"], default="adamw")
 parser.add_argument("--smoke", action="store_true")
 
 
 def make_trainer(folder: str, options: argparse.Namespace, seed: int) -> Trainer:
-    small = options.smoke
+    sizes = SMOKE if options.smoke else SIZES
     arguments = TrainingArguments(
         folder,
-        max_steps=6 if small else 60,
-        save_steps=3 if small else 30,
-        logging_steps=1 if small else 5,
-        per_device_train_batch_size=4 if small else 8,
+        max_steps=sizes["steps"],
+        save_steps=sizes["steps"] // 2,
+        logging_steps=sizes["log_every"],
+        per_device_train_batch_size=sizes["batch"],
         learning_rate=3e-3,
         weight_decay=0.1,
         lr_scheduler_type="cosine_with_min_lr",
@@ -43,17 +45,22 @@ def make_trainer(folder: str, options: argparse.Namespace, seed: int) -> Trainer
         disable_tqdm=True,
     )
     torch.manual_seed(seed)  # of the weights alone: the Trainer's own seed orders the data
-    width, depth, context = (32, 1, 32) if small else (256, 4, 128)
-    sizes = {"n_embd": width, "n_layer": depth, "n_head": width // 16, "n_positions": context}
-    config = GPT2Config(vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, **sizes)
-    model = GPT2LMHeadModel(config)
-    model = convert(model, BTT(rank=1), init="mup", zero_init="branch-end")
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_embd=sizes["width"],
+        n_layer=sizes["depth"],
+        n_head=sizes["width"] // 16,
+        n_positions=sizes["context"],
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    model = convert(GPT2LMHeadModel(config), BTT(rank=1), init="mup", zero_init="branch-end")
     model.gradient_checkpointing_enable()
     if options.optimizer == "muon":
         optimizer = Muon(model, lr=0.02, other_lr=arguments.learning_rate)
     else:
         optimizer = AdamW(model, lr=arguments.learning_rate, weight_decay=arguments.weight_decay)
-    data = [{"input_ids": row, "labels": row} for row in windows(512, context)]
+    data = [{"input_ids": row, "labels": row} for row in windows(512, sizes["context"])]
     optimizers = (optimizer, None)  # the Trainer makes the scheduler
     return Trainer(model, arguments, train_dataset=data, optimizers=optimizers)
 
@@ -67,13 +74,14 @@ def main() -> None:
     with TemporaryDirectory() as folder:
         whole = make_trainer(folder, options, seed=0)
         whole.train()
-        middle = Path(folder) / f"checkpoint-{whole.args.save_steps}"
+        checkpoint = Path(folder) / f"checkpoint-{whole.args.save_steps}"
         resumed = make_trainer(folder, options, seed=1)
-        resumed.train(resume_from_checkpoint=str(middle))
-    expected, found = losses_of(whole), losses_of(resumed)
-    print(f"loss {expected[0]:.3f} -> {expected[-1]:.3f}, resumed {found[-1]:.3f}")
-    if not torch.allclose(torch.tensor(found), torch.tensor(expected), rtol=1e-3):
-        raise SystemExit(f"the resumed run differs: {found}, without a break {expected}")
+        resumed.train(resume_from_checkpoint=str(checkpoint))
+    losses = losses_of(whole)
+    resumed_losses = losses_of(resumed)
+    print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}, resumed {resumed_losses[-1]:.3f}")
+    if not torch.allclose(torch.tensor(resumed_losses), torch.tensor(losses), rtol=1e-3):
+        raise SystemExit(f"the resumed run differs: {resumed_losses}, without a break {losses}")
 
 
 if __name__ == "__main__":

@@ -96,40 +96,43 @@ def distill(
     _check_models(model, teacher)
     check_batches("batches", batches)
     groups = param_groups(model, lr, weight_decay=0.0)
-    trained = [parameter for group in groups for parameter in group["params"]]
+    trained = _parameters_of(groups)
     judges, places = _hold_out(batches, held_out, steps)
     loss_of = partial(_find_loss, model, teacher, logits)
-    before = _copy(trained)
+    values_before = _copy(trained)
     with eval_mode(model), eval_mode(teacher), torch.enable_grad():
         try:
             with Bar("distill", steps, progress) as bar:
-                trains = islice(_repeat(batches, places), steps)
-                done = _train(groups, loss_of, trains, judges, steps, lr, bar)
+                training_batches = islice(_repeat(batches, places), steps)
+                outcome = _train(groups, loss_of, training_batches, judges, steps, lr, bar)
         except BaseException:  # Ctrl-C too
-            _put_back(trained, before)
+            _put_back(trained, values_before)
             raise
         finally:
             for parameter in trained:
                 parameter.grad = None
-    if done.kept == 0 and done.before > 0:
+    if outcome.kept == 0 and outcome.before > 0:
         warn(
             "distill: no state on the way had a lower held-out loss than the "
-            f"{done.before:.4g} at the start, so the model is as it was: try a lower lr than "
+            f"{outcome.before:.4g} at the start, so the model is as it was: try a lower lr than "
             f"{lr:g}, or more batches"
         )
-    return done
+    return outcome
 
 
 def _check_models(model: nn.Module, teacher: nn.Module) -> None:
-    for name, given in (("model", model), ("teacher", teacher)):
-        for key, parameter in given.named_parameters():
+    for argument, module in (("model", model), ("teacher", teacher)):
+        for name, parameter in module.named_parameters():
             if parameter.is_meta:
-                raise ValueError(f"{name}: {key!r} has no values (meta); load the weights first")
+                raise ValueError(
+                    f"{argument}: {name!r} has no values (meta); load the weights first"
+                )
     if torch.is_inference_mode_enabled():
         raise ValueError("nothing can be trained under torch.inference_mode: leave that mode first")
-    of_teacher = set(map(id, teacher.parameters()))
+    ids_of_teacher = {id(parameter) for parameter in teacher.parameters()}
     for name, parameter in model.named_parameters():
-        if teacher is model or (parameter.requires_grad and id(parameter) in of_teacher):
+        is_shared = parameter.requires_grad and id(parameter) in ids_of_teacher
+        if teacher is model or is_shared:
             raise ValueError(
                 f"teacher shares {name!r} with the model, so that it would change: convert a copy, "
                 "copy.deepcopy(teacher)"
@@ -149,32 +152,43 @@ def _train(
     bar: Bar,
 ) -> Distilled:
     """Take the steps; the parameters are left as they were judged best."""
-    trained = [parameter for group in groups for parameter in group["params"]]
+    trained = _parameters_of(groups)
     scale = 1.0  # of the rates; smaller after a step back
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: scale * _scale_rate(step, steps)
     )
-    judged = {steps * n // JUDGEMENTS for n in range(1, JUDGEMENTS + 1)}
-    losses, kept, best, before = list[float](), 0, _copy(trained), _judge(loss_of, judges)
-    after = _require_finite(before, "the loss of the held-out batches", "outputs are not finite")
+    judged_steps = {steps * n // JUDGEMENTS for n in range(1, JUDGEMENTS + 1)}
+    losses: list[float] = []
+    first_loss = _judge(loss_of, judges)
+    _require_finite(first_loss, "the loss of the held-out batches", "outputs are not finite")
+    best_step = 0
+    best_loss = first_loss
+    best_values = _copy(trained)
     hint = f"lr={lr} is too large, or the outputs on this batch are not finite"
+
     for step, batch in enumerate(batches, 1):
         optimizer.zero_grad()
         loss = loss_of(batch)
-        losses.append(_require_finite(loss.item(), f"the loss of step {step}", hint))
+        training_loss = loss.item()
+        _require_finite(training_loss, f"the loss of step {step}", hint)
+        losses.append(training_loss)
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.get_total_norm(p.grad for p in trained if p.grad is not None)
         _require_finite(norm.item(), f"the norm of the gradients of step {step}", hint)
         optimizer.step()
-        if step in judged:
-            found = _judge(loss_of, judges)
-            if found < after:
-                kept, after, best = step, found, _copy(trained)
-            else:
+
+        if step in judged_steps:
+            held_out_loss = _judge(loss_of, judges)
+            if held_out_loss < best_loss:
+                best_step = step
+                best_loss = held_out_loss
+                best_values = _copy(trained)
+            else:  # the next step begins from the best state, with smaller rates
                 scale /= BACKTRACK
                 optimizer.state.clear()
-                _put_back(trained, best)
+                _put_back(trained, best_values)
+
         schedule.step()
         bar.show(f"loss {losses[-1]:.4g}")
         bar.advance()
@@ -183,13 +197,12 @@ def _train(
             f"batches ended after {len(losses)} of steps={steps} and cannot be read again: give a "
             "list, or as many batches as steps"
         )
-    return Distilled(losses, before, after, kept)
+    return Distilled(losses, before=first_loss, after=best_loss, kept=best_step)
 
 
-def _require_finite(number: float, what: str, hint: str) -> float:
+def _require_finite(number: float, what: str, hint: str) -> None:
     if not math.isfinite(number):
         raise FloatingPointError(f"{what} is {number}: {hint}")
-    return number
 
 
 def _scale_rate(step: int, steps: int) -> float:
@@ -198,10 +211,10 @@ def _scale_rate(step: int, steps: int) -> float:
     >>> [round(_scale_rate(step, 20), 3) for step in (0, 1, 2, 11, 20)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
     """
-    rise = max(1, round(WARMUP * steps))
-    if step < rise:
-        return (step + 1) / rise
-    return (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise))) / 2
+    warmup_steps = max(1, round(WARMUP * steps))
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))) / 2
 
 
 def _hold_out(
@@ -214,13 +227,15 @@ def _hold_out(
     """
     if held_out is not None:
         check_batches("held_out", held_out)
-        judges, places = list(held_out), range(0)
+        judges = list(held_out)
+        places = range(0)
     elif isinstance(batches, Sequence):
         count = max(1, min(len(batches) // BATCHES_PER_JUDGE, steps // STEPS_PER_JUDGE))
         stride = max(1, len(batches) // count)
         places = range(stride // 2, stride * count, stride)
         judges = [batches[n] for n in places if n < len(batches)]
-        places = places if len(batches) > 1 else range(0)  # one alone trains and judges
+        if len(batches) == 1:  # it trains and judges
+            places = range(0)
     else:
         raise ValueError(
             f"batches={type(batches).__name__} is no list, of which some could be held out: give "
@@ -237,13 +252,20 @@ def _repeat(batches: Iterable[Any], held_out: range) -> Iterator[Any]:
     >>> [*islice(_repeat("abc", range(1, 2)), 5)], [*_repeat(iter("ab"), range(0))]
     (['a', 'c', 'a', 'c', 'a'], ['a', 'b'])
     """
-    found = True
-    while found:
-        found = False
+    has_batches = True
+    while has_batches:
+        has_batches = False
         for position, batch in enumerate(batches):
             if position not in held_out:
-                found = True
+                has_batches = True
                 yield batch
+
+
+def _parameters_of(groups: Sequence[dict[str, Any]]) -> list[nn.Parameter]:
+    parameters: list[nn.Parameter] = []
+    for group in groups:
+        parameters += group["params"]
+    return parameters
 
 
 def _judge(loss_of: Callable[[Any], Tensor], held_out: Sequence[Any]) -> float:
@@ -267,25 +289,27 @@ def _find_loss(model: nn.Module, teacher: nn.Module, logits: bool | None, batch:
     """The sum over the outputs that both models have."""
     call = prepare_call(model, batch)  # which gives each model copies of the tensors
     with torch.no_grad():
-        wanted = dict(find_tensors(call.make(teacher)))
-    found = {name: s for name, s in find_tensors(call.make(model)) if s.ndim}  # no losses
+        teacher_outputs = dict(find_tensors(call.make(teacher)))
+    outputs = {name: s for name, s in find_tensors(call.make(model)) if s.ndim}  # no losses
     losses = []
-    for name, s in found.items():
-        if name not in wanted:
+    for name, s in outputs.items():
+        if name not in teacher_outputs:
             continue
-        t = wanted[name]
+        t = teacher_outputs[name]
         if s.shape != t.shape:
             raise ValueError(
                 f"{name or 'output'} is {tuple(s.shape)} from the model and {tuple(t.shape)} from "
                 "the teacher: they must be alike"
             )
-        s, t = (promote(select_rows(each, call.masks)) for each in (s, t))  # (rows, features)
-        divergent = name.endswith("logits") if logits is None else logits
-        losses.append(_divergence(s, t) if divergent else _relative_square(s, t))
+        s_rows = promote(select_rows(s, call.masks))  # (rows, features)
+        t_rows = promote(select_rows(t, call.masks))
+        are_logits = name.endswith("logits") if logits is None else logits
+        find_difference = _divergence if are_logits else _relative_square
+        losses.append(find_difference(s_rows, t_rows))
     if not losses:
         raise ValueError(
-            f"the model returns {[*found] or 'no floating tensor'} and the teacher "
-            f"{[*wanted] or 'no floating tensor'}: there is nothing to compare"
+            f"the model returns {[*outputs] or 'no floating tensor'} and the teacher "
+            f"{[*teacher_outputs] or 'no floating tensor'}: there is nothing to compare"
         )
     return sum(losses, torch.zeros((), device=losses[0].device))
 
@@ -296,9 +320,13 @@ def _divergence(s: Tensor, t: Tensor) -> Tensor:
     Its gradient is softmax(s) - softmax(t), and exactly zero where s is t: Adam would take what is
     left by rounding for a direction.
     """
-    sum_s, sum_t = (logits.logsumexp(-1, keepdim=True) for logits in (s, t))  # (rows, 1)
-    p = (t - sum_t).exp()
-    kl = (p * (t - s)).sum(-1) - (sum_t - sum_s).squeeze(-1)  # (rows,)
+    # p = softmax(t), with log p = t - logsumexp(t): (rows, classes). So
+    # KL = sum over classes of p (log p - log q) = sum of p (t - s), minus the difference of the
+    # logsumexps, as p sums to 1: (rows,)
+    logsumexp_s = s.logsumexp(-1, keepdim=True)  # (rows, 1)
+    logsumexp_t = t.logsumexp(-1, keepdim=True)
+    p = (t - logsumexp_t).exp()
+    kl = (p * (t - s)).sum(-1) - (logsumexp_t - logsumexp_s).squeeze(-1)  # (rows,)
     return kl.mean()
 
 

@@ -44,14 +44,14 @@ def find_masks(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any])
             continue
         if (mask < 0).any() or (mask.is_floating_point() and not true_is_token):
             tokens = mask == 0
-            known = tokens | (mask <= HIDDEN)
+            is_clear = tokens | (mask <= HIDDEN)
         else:
             tokens = mask.bool() == true_is_token
-            known = mask == mask.long()
-        if not known.all():
+            is_clear = mask == mask.long()
+        if not is_clear.all():
             raise ValueError(
-                f"{name} of a batch has the number {mask[~known][0].item():g}: give booleans, or 0 "
-                f"and numbers up to {HIDDEN:g} if it is added to the scores"
+                f"{name} of a batch has the number {mask[~is_clear][0].item():g}: give booleans, "
+                f"or 0 and numbers up to {HIDDEN:g} if it is added to the scores"
             )
         if not tokens.any():
             raise ValueError(
@@ -73,35 +73,42 @@ def select_rows(x: Tensor, masks: Sequence[Tensor]) -> Tensor:
     """
     leading = x.shape[:-1]
     rows = x.reshape(-1, x.shape[-1])
-    keep = None
+    is_token = None  # (rows,)
     for mask in masks:
         if leading[:2] == mask.shape:
-            own = mask.reshape(*mask.shape, *[1] * (len(leading) - 2)).expand(leading).flatten()
+            inner_dimensions = [1] * (len(leading) - 2)
+            mask_of_rows = mask.reshape(*mask.shape, *inner_dimensions).expand(leading).flatten()
         elif len(leading) == 1 and leading[0] == mask.numel():
-            own = mask.flatten()
+            mask_of_rows = mask.flatten()
         else:
             continue
-        keep = own if keep is None else keep & own
-    return rows if keep is None else rows[keep.to(rows.device)]
+        is_token = mask_of_rows if is_token is None else is_token & mask_of_rows
+    return rows if is_token is None else rows[is_token.to(rows.device)]
 
 
 def _is_length_first(model: nn.Module) -> bool:
     """Whether torch's attention in it takes `(length, batch, features)`."""
     kinds = nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer
-    found = [module for module in model.modules() if isinstance(module, kinds)]
-    attention = [getattr(module, "self_attn", module) for module in found]
-    return any(not module.batch_first for module in attention)
+    for module in model.modules():
+        if isinstance(module, kinds):
+            attention: Any = getattr(module, "self_attn", module)
+            if not attention.batch_first:
+                return True
+    return False
 
 
 def _check_ids(model: nn.Module, named: Mapping[str, Any]) -> None:
     """Refuse ids with padding but without a mask: padding would count as data."""
-    config, ids = getattr(model, "config", None), named.get("input_ids")
+    config = getattr(model, "config", None)
     pad = getattr(config, "pad_token_id", None)
+    ids = named.get("input_ids")
     if not isinstance(ids, Tensor) or pad is None or named.get("attention_mask") is not None:
         return
-    others = (getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "sep", "cls"))
-    taken = [each for other in others for each in (other if isinstance(other, list) else [other])]
-    if pad in taken or not (ids == pad).any():
+    ids_with_meaning: list[Any] = []
+    for name in ("bos", "eos", "sep", "cls"):
+        token_id = getattr(config, f"{name}_token_id", None)
+        ids_with_meaning += token_id if isinstance(token_id, list) else [token_id]
+    if pad in ids_with_meaning or not (ids == pad).any():
         return
     raise ValueError(
         f"input_ids has padding (pad_token_id={pad}), which would count as data: give batches "

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from math import nan, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -46,7 +46,6 @@ from .sizes import Weights
 # perplexity on another kind of text and 4 % less on the same; all-MiniLM-L6-v2 at half of the
 # parameters a mean cosine of 0.917 in place of 0.919. 3 lies between.
 DRAW = 3.0
-_Reference = tuple["weakref.ref[Tensor]", int]  # with the version; -1 where torch keeps none
 FEW = 0.1  # tokens per feature, below which a warning says that batches are few
 
 
@@ -69,39 +68,43 @@ def project_in_order(
     repeated = [target.layer for target in targets if target.layer.module in replay.repeated]
     with Bar("project", len(targets), progress) as bar:
         compressed = _Compressed(replay, targets, outputs, bar, refine_steps)
-        apart = measure_inputs(replay, repeated, replay.calls)
-        if apart:
-            names = ", ".join(layer.name for layer in repeated if layer.module in apart)
+        moments_of_repeated = measure_inputs(replay, repeated, replay.calls)
+        if moments_of_repeated:
+            reached = [layer.name for layer in repeated if layer.module in moments_of_repeated]
             warn(
                 "compress: one pass calls these layers more than once, so they are projected for "
-                f"the dense model's inputs, not for the compressed one's: {names}"
+                f"the dense model's inputs, not for the compressed one's: {', '.join(reached)}"
             )
-        for module, moments in apart.items():
+        for module, moments in moments_of_repeated.items():
             compressed.project(module, moments)
         if targets:
             compressed.go_through()
         for module, target in compressed.targets.items():
-            if module not in compressed.found:
+            if module not in compressed.projections:
                 bar.show(target.layer.name)
-                compressed.found[module] = project_by_weight(*target)
+                compressed.projections[module] = project_by_weight(*target)
                 bar.advance()
-    named = {target.layer.name: compressed.conclude(target.layer.module) for target in targets}
-    _warn_of_few_tokens(targets, named)
-    return named, compressed.refined
+    projections = {
+        target.layer.name: compressed.conclude(target.layer.module) for target in targets
+    }
+    _warn_of_few_tokens(targets, projections)
+    return projections, compressed.refined
 
 
-def _warn_of_few_tokens(targets: Sequence[Target], found: Mapping[str, Projection]) -> None:
-    if unseen := [name for name, projection in found.items() if projection.tokens is None]:
+def _warn_of_few_tokens(targets: Sequence[Target], projections: Mapping[str, Projection]) -> None:
+    unseen = [name for name, projection in projections.items() if projection.tokens is None]
+    if unseen:
         names = ", ".join(unseen)
         warn(f"compress: no input that varies reached {names}: projected by weight alone")
-    if few := [
-        f"{layer.name} ({tokens} of {layer.in_features})"
-        for layer, _ in targets
-        if (tokens := found[layer.name].tokens) and tokens < FEW * layer.in_features
-    ]:
+    seldom_seen = []
+    for layer, _ in targets:
+        tokens = projections[layer.name].tokens
+        if tokens and tokens < FEW * layer.in_features:
+            seldom_seen.append(f"{layer.name} ({tokens} of {layer.in_features})")
+    if seldom_seen:
         warn(
             "compress: these layers got far fewer tokens than they have input features, and are "
-            f"mostly projected by weight: {', '.join(few)}; give more batches"
+            f"mostly projected by weight: {', '.join(seldom_seen)}; give more batches"
         )
 
 
@@ -123,18 +126,24 @@ def solve(
     layer, structure = target
     weight = layer.matrix
     regression, covariance = find_target(weight, moments)  # (out, in), (in, in)
-    found = project(regression, structure, covariance=covariance, output=output)
-    cores = [core.to(weight.dtype) for core in found]
-    error, bias = nan, None
+    precise_cores = project(regression, structure, covariance=covariance, output=output)
+    cores = [core.to(weight.dtype) for core in precise_cores]
+
+    error = nan
     if covariance is None:  # z never varies: the weight's own error
         error = relative_error(weight, structure, cores)
     elif not moments.paired:
         error = relative_error(weight, structure, cores, covariance=moments.zz)
+
+    bias = None
     if own_bias is not None and moments.centred:
-        new = build_layer(layer, structure, cores).to_dense().double()
-        change = moments.mean_output(weight) - new @ moments.mean_z  # (out,)
+        # b + W E[x] - B E[z]
+        matrix = build_layer(layer, structure, cores).to_dense().double()  # B: (out, in)
+        change = moments.mean_output(weight) - matrix @ moments.mean_z  # (out,)
         bias = (own_bias.double() + change).to(own_bias.dtype)
-    return Projection(cores, error, bias, None if covariance is None else moments.count)
+
+    tokens = None if covariance is None else moments.count
+    return Projection(cores, error, bias, tokens)
 
 
 def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None]:
@@ -143,7 +152,8 @@ def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None
     Where x and z are the same, W itself; where they never vary, without covariance.
     """
     precise = promote(weight)
-    zz, ridge = moments.zz, moments.ridge  # C_zz: (in, in); lam
+    zz = moments.zz  # C_zz: (in, in)
+    ridge = moments.ridge  # lam
     if not ridge:
         return precise, None
     eye = torch.eye(len(zz), dtype=zz.dtype, device=zz.device)
@@ -163,6 +173,13 @@ def find_target(weight: Tensor, moments: Moments) -> tuple[Tensor, Tensor | None
 # ---- all layers, in the model's order ----------------------------------------------------------
 
 
+class _Reference(NamedTuple):
+    """A tensor as it was: what it becomes later has another version."""
+
+    tensor: "weakref.ref[Tensor]"
+    version: int  #: -1 where torch keeps none
+
+
 @dataclass
 class _Gap:
     """Sums over a layer's outputs, token by token: |W x - B z|^2 and |W x|^2, both with the means
@@ -175,9 +192,9 @@ class _Gap:
     def add(self, y: Tensor, new: Tensor) -> None:
         """Add rows `(tokens, out_features)`: the dense layer's outputs, and the new one's."""
         y = promote(y)
-        around = y if self.mean is None else y - self.mean.to(y)
         self.above += _sum_squares(y - new)
-        self.below += _sum_squares(around)
+        centred = y if self.mean is None else y - self.mean.to(y)
+        self.below += _sum_squares(centred)
 
     @property
     def error(self) -> float:
@@ -200,64 +217,83 @@ class _Compressed:
         bar: Bar,
         refine_steps: int,
     ) -> None:
-        self.replay, self.outputs, self.bar = replay, outputs, bar
+        self.replay = replay
+        self.outputs = outputs
+        self.bar = bar
         self.targets = {target.layer.module: target for target in targets}
-        self.found: dict[nn.Module, Projection] = {}
-        self.new: dict[nn.Module, StructuredLinear] = {}  # what the compressed runs call
+        self.projections: dict[nn.Module, Projection] = {}
+        self.structured: dict[nn.Module, StructuredLinear] = {}  # what the compressed runs call
         self.gaps: dict[nn.Module, _Gap] = {}
         self._inputs: list[_Reference] = []  # that the moments are of
         self._moments: Moments | None = None
-        self.steps, self.refined = refine_steps, dict[str, Refined]()
-        layers = [target.layer for target in targets]
-        # a block that a layer is called twice in may itself be called twice
-        self.blocks = {
-            block: (name, [layer.module for layer in held])
-            for block, (name, held) in blocks_of_layers(replay.model, layers).items()
-            if refine_steps and not any(layer.module in replay.repeated for layer in held)
-        }
+        self.refine_steps = refine_steps
+        self.refined: dict[str, Refined] = {}
+        self.blocks = self._list_blocks() if refine_steps else {}
+
+    def _list_blocks(self) -> dict[nn.Module, "_Block"]:
+        """The blocks to refine. A block that a layer is called twice in may itself be called twice:
+        it is none of them."""
+        layers = [target.layer for target in self.targets.values()]
+        blocks = {}
+        for block, (name, layers_within) in blocks_of_layers(self.replay.model, layers).items():
+            modules = [layer.module for layer in layers_within]
+            if not any(module in self.replay.repeated for module in modules):
+                blocks[block] = _Block(name, modules)
+        return blocks
 
     def go_through(self) -> None:
         """Project the layers that the calls reach, and refine the blocks, in the model's order."""
-        calls, blocks = self.replay.calls, {block: held for block, (_, held) in self.blocks.items()}
-        with closing(self.replay.walk(self.targets, calls, both=True, blocks=blocks)) as visits:
+        layers_of = {module: block.layers for module, block in self.blocks.items()}
+        walk = self.replay.walk(self.targets, self.replay.calls, both=True, blocks=layers_of)
+        with closing(walk) as visits:
             for visit in visits:
                 if visit.module in self.blocks:
                     self._refine(visit)
                     continue
-                if visit.module not in self.new:
+                if visit.module not in self.structured:
                     self.project(visit.module, self._measure(visit))
                 for wait in visit.waits:
                     self._answer(visit.module, wait)
 
     def project(self, module: nn.Module, moments: Moments) -> None:
         """Project a layer for these inputs; the compressed runs have it from now on."""
-        target, bias = self.targets[module], self.replay.biases.get(module)
+        target = self.targets[module]
+        dense_bias = self.replay.biases.get(module)
         self.bar.show(target.layer.name)
         if moments.count:
-            found = solve(target, moments, bias, self.outputs.get(module))
+            projection = solve(target, moments, dense_bias, self.outputs.get(module))
         else:  # called, but with no row that is a token
-            found = project_by_weight(*target)
-        if found.tokens is not None and moments.paired:
-            own = 0.0 if bias is None else bias.double()
-            # of the dense outputs, which the new bias carries: W E[x] + b
-            mean = moments.mean_output(target.layer.matrix) + own if moments.centred else None
+            projection = project_by_weight(*target)
+
+        if projection.tokens is not None and moments.paired:
+            mean = None
+            if moments.centred:  # the new bias carries the mean of the dense outputs: W E[x] + b
+                bias_or_zero = 0.0 if dense_bias is None else dense_bias.double()
+                mean = moments.mean_output(target.layer.matrix) + bias_or_zero
             self.gaps[module] = _Gap(mean)
-        new = build_layer(*target, found.cores).eval().requires_grad_(False)
-        kept = module._parameters.get("bias") if found.bias is None else found.bias
-        if kept is not None:  # a copy: refinement moves it
-            new.bias = nn.Parameter(kept.detach().clone(), requires_grad=False)
-        self.found[module], self.new[module] = found, new
+
+        structured = build_layer(*target, projection.cores).eval().requires_grad_(False)
+        bias = projection.bias
+        if bias is None:
+            bias = module._parameters.get("bias")
+        if bias is not None:  # a copy: refinement moves it
+            structured.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+        self.projections[module] = projection
+        self.structured[module] = structured
         self.bar.advance()
 
     def conclude(self, module: nn.Module) -> Projection:
         """The projection of a layer, with the error on all calls and as refinement left it."""
-        found, new = self.found[module], self.new.get(module)
-        if new is None:  # no call reached it
-            return found
-        error = self.gaps[module].error if module in self.gaps else found.error
-        own = new.bias if module in self.replay.biases else None
-        bias = None if own is None else own.detach()
-        return replace(found, cores=[core.detach() for core in new.cores], error=error, bias=bias)
+        projection = self.projections[module]
+        structured = self.structured.get(module)
+        if structured is None:  # no call reached it
+            return projection
+        error = self.gaps[module].error if module in self.gaps else projection.error
+        cores = [core.detach() for core in structured.cores]
+        bias = None
+        if module in self.replay.biases and structured.bias is not None:
+            bias = structured.bias.detach()
+        return replace(projection, cores=cores, error=error, bias=bias)
 
     def _measure(self, visit: Visit) -> Moments:
         """The moments of the inputs with which the runs wait at this layer.
@@ -265,53 +301,55 @@ class _Compressed:
         Where a call brings other rows in the dense model than in the compressed one (a router chose
         otherwise), x and z are no pairs: both are then the compressed model's input.
         """
-        layer, last = self.targets[visit.module].layer, self._moments
-        pairs: list[tuple[Any, Any, list[Tensor]]] = []  # x and z: (..., in_features)
-        for wait in visit.waits:
-            x, z = (None if stop is None else stop.input for stop in (wait.dense, wait.compressed))
-            pairs.append((x, z, wait.call.masks))
-        # query, key and value get the same tensors: their moments are measured once
-        inputs: list[_Reference] = [
-            (weakref.ref(each), -1 if each.is_inference() else each._version)
-            for x, z, _ in pairs
-            for each in (x, z)
-            if each is not None
-        ]
+        layer = self.targets[visit.module].layer
         centred = visit.module in self.replay.biases
-        shared = last is not None and last.centred == centred and last.weight is None
-        if last is not None and shared and _are_same(inputs, self._inputs):
-            return last
-        last = None  # no longer held
+        # query, key and value get the same tensors: their moments are measured once
+        inputs: list[_Reference] = []
+        for wait in visit.waits:
+            for stop in (wait.dense, wait.compressed):
+                if stop is not None:
+                    inputs.append(_refer_to(stop.input))
+        moments = self._moments
+        is_alike = moments is not None and moments.centred == centred and moments.weight is None
+        if moments is not None and is_alike and _are_same(inputs, self._inputs):
+            return moments
+
         narrows = layer.out_features < layer.in_features
         moments = Moments(centred=centred, weight=layer.matrix if narrows else None)
-        self._inputs, self._moments = inputs, moments
-        if not all(x is not None and z is not None and x.shape == z.shape for x, z, _ in pairs):
-            compressed = [(z, z, masks) for _, z, masks in pairs if z is not None]
-            pairs = compressed or [(x, x, masks) for x, _, masks in pairs]
+        self._inputs = inputs
+        self._moments = moments
+        pairs = _pair_inputs(visit.waits)
         # up to the first projected layer both runs agree, and one covariance is enough
-        same = all(x is z or torch.equal(x, z) for x, z, _ in pairs)
-        for x, z, masks in pairs:
-            moments.add(select_rows(x, masks), None if same else select_rows(z, masks))
+        are_equal = all(pair.x is pair.z or torch.equal(pair.x, pair.z) for pair in pairs)
+        for pair in pairs:
+            if are_equal:
+                moments.add(select_rows(pair.x, pair.masks))
+            else:
+                moments.add(select_rows(pair.x, pair.masks), select_rows(pair.z, pair.masks))
         moments.require_finite(layer.name)
         return moments
 
     def _answer(self, module: nn.Module, wait: Wait) -> None:
         """Let the compressed run of this call go on with the new layer's output, and measure that
         beside the dense layer's, in the dense run, which goes on first."""
-        new, gap, masks = self.new[module], self.gaps.get(module), wait.call.masks
-        dense, compressed = wait.dense, wait.compressed
+        structured = self.structured[module]
+        gap = self.gaps.get(module)
+        masks = wait.call.masks
+        dense = wait.dense
+        compressed = wait.compressed
         if compressed is None:
             return
-        compressed.answer = lambda *args, **kwargs: new(take_input(args, kwargs))
-        z, outputs = compressed.input, list[Tensor]()
+        compressed.answer = lambda *args, **kwargs: structured(take_input(args, kwargs))
+        z = compressed.input
         if gap is None or dense is None or dense.input.shape != z.shape:
             return
         forward = dense.forward  # not the stop, which would hold itself
+        outputs: list[Tensor] = []  # B z, from the dense run to the compressed one
 
-        # new(z) is computed in the dense run, so that y need not be kept until the other goes on
+        # B z is computed in the dense run, so that y need not be kept until the other goes on
         def compare(*args: Any, **kwargs: Any) -> Any:
             y = forward(*args, **kwargs)
-            outputs.append(new(z))
+            outputs.append(structured(z))
             gap.add(select_rows(y, masks), select_rows(outputs[0], masks))
             return y
 
@@ -320,32 +358,83 @@ class _Compressed:
 
     def _refine(self, visit: Visit) -> None:
         """Refine a block that the runs are about to leave; they leave it with its new outputs."""
-        name, held = self.blocks[visit.module]
+        block = self.blocks[visit.module]
         examples = []
         for wait in visit.waits:
             if wait.dense is None or wait.compressed is None:
                 continue
-            goal, made = first_tensor(wait.dense.output), first_tensor(wait.compressed.output)
-            if goal is not None and made is not None and goal.shape == made.shape:
-                examples.append(Example(wait.call, wait.compressed, made, goal))
-        if not examples or any(layer not in self.new for layer in held):
+            goal = first_tensor(wait.dense.output)
+            output = first_tensor(wait.compressed.output)
+            if goal is not None and output is not None and goal.shape == output.shape:
+                examples.append(Example(wait.call, wait.compressed, output, goal))
+        if not examples or any(layer not in self.structured for layer in block.layers):
             return
-        self.bar.show(f"refine {name}")
-        own = {layer: self.new[layer] for layer in held}
+        self.bar.show(f"refine {block.name}")
+        structured = {layer: self.structured[layer] for layer in block.layers}
         shared = find_shared(self.replay.model)
-        done = refine(visit.module, own, examples, steps=self.steps, shared=shared)
-        if done is None:
-            what = "does not give the same output again: it is not refined"
-            warn(f"compress: block {name!r} {what}")
+        outcome = refine(visit.module, structured, examples, steps=self.refine_steps, shared=shared)
+        if outcome is None:
+            warn(
+                f"compress: block {block.name!r} does not give the same output again: it is not "
+                "refined"
+            )
             return
-        self.refined[name], outputs = done
-        for example, output in zip(examples, outputs, strict=True):
-            example.stop.output = output
+        refined, outputs = outcome
+        self.refined[block.name] = refined
+        for example, new_output in zip(examples, outputs, strict=True):
+            example.stop.output = new_output
+
+
+class _Block(NamedTuple):
+    """A block to refine: its name, and its layers that are projected."""
+
+    name: str
+    layers: Sequence[nn.Module]
+
+
+class _Pair(NamedTuple):
+    """The inputs of a layer in one call of the dense and of the compressed model:
+    `(..., in_features)`."""
+
+    x: Tensor
+    z: Tensor
+    masks: list[Tensor]
+
+
+def _pair_inputs(waits: Sequence[Wait]) -> list[_Pair]:
+    """The inputs with which the runs wait. If they do not fit in all calls, the compressed model's
+    alone, with themselves; the dense model's where no compressed run is there."""
+    pairs: list[_Pair] = []
+    of_dense: list[_Pair] = []
+    of_compressed: list[_Pair] = []
+    for wait in waits:
+        masks = wait.call.masks
+        x = None if wait.dense is None else wait.dense.input
+        z = None if wait.compressed is None else wait.compressed.input
+        if x is not None and z is not None and x.shape == z.shape:
+            pairs.append(_Pair(x, z, masks))
+        if x is not None:
+            of_dense.append(_Pair(x, x, masks))
+        if z is not None:
+            of_compressed.append(_Pair(z, z, masks))
+    if len(pairs) == len(waits):
+        return pairs
+    return of_compressed or of_dense
+
+
+def _refer_to(tensor: Tensor) -> _Reference:
+    """A reference that does not keep the tensor, and says whether somebody has written into it."""
+    return _Reference(weakref.ref(tensor), -1 if tensor.is_inference() else tensor._version)
 
 
 def _are_same(inputs: Sequence[_Reference], others: Sequence[_Reference]) -> bool:
     """Whether they are the same tensors, and surely nobody has written into them."""
-    return len(inputs) == len(others) and all(
-        x() is not None and x() is other() and version == other_version >= 0
-        for (x, version), (other, other_version) in zip(inputs, others, strict=True)
-    )
+    if len(inputs) != len(others):
+        return False
+    for reference, other in zip(inputs, others, strict=True):
+        tensor = reference.tensor()
+        if tensor is None or tensor is not other.tensor():
+            return False
+        if reference.version < 0 or reference.version != other.version:
+            return False
+    return True

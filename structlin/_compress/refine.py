@@ -75,48 +75,56 @@ def refine(
         its outputs have no token, or it does not make the same one again.
     """
     _require_gradients(not examples[0].made.is_inference(), steps)
-    filled = [example for example in examples if example.goal.numel()]
-    if not filled or not _repeats_itself(filled[0], new):
+    examples_with_tokens = [example for example in examples if example.goal.numel()]
+    if not examples_with_tokens or not _repeats_itself(examples_with_tokens[0], new):
         return None
     vectors = _copy_vectors(block, new, shared)
-    cores = [core for layer in new.values() for core in layer.cores]
-    biases = [
-        layer.bias
-        for dense, layer in new.items()
-        if layer.bias is not None and id(dense._parameters.get("bias")) not in shared
-    ]
-    parameters = [*cores, *biases, *(vector for *_, vector in vectors)]
-    old = [parameter.detach().clone() for parameter in parameters]
-    before = _measure(examples, [example.stop.output for example in examples])
+    parameters = _list_parameters(new, vectors, shared)
+    values_before = [parameter.detach().clone() for parameter in parameters]
+    outputs_before = [example.stop.output for example in examples]
+    error_before = _measure(examples, outputs_before)
     for rate in (LR, LR / 4):
-        _descend(new, vectors, parameters, filled, steps, rate)
+        _descend(new, vectors, parameters, examples_with_tokens, steps, rate)
         outputs = [example.output(new, vectors) for example in examples]
-        after = _measure(examples, outputs)
-        if after < before:
+        error = _measure(examples, outputs)
+        if error < error_before:
             changed = [(module, name, vector.detach()) for module, name, vector in vectors]
-            return Refined(before, after, changed), outputs
-        for parameter, values in zip(parameters, old, strict=True):
+            return Refined(error_before, error, changed), outputs
+        for parameter, values in zip(parameters, values_before, strict=True):
             parameter.data.copy_(values)
-    return Refined(before, before), [example.stop.output for example in examples]
+    return Refined(error_before, error_before), outputs_before
+
+
+def _list_parameters(
+    new: Mapping[nn.Module, StructuredLinear], vectors: Vectors, shared: Collection[int]
+) -> list[nn.Parameter]:
+    """What moves: the cores, the biases that no other module has, and the vectors."""
+    cores: list[nn.Parameter] = []
+    biases: list[nn.Parameter] = []
+    for dense, layer in new.items():
+        cores += layer.cores
+        if layer.bias is not None and id(dense._parameters.get("bias")) not in shared:
+            biases.append(layer.bias)
+    return [*cores, *biases, *(vector for _, _, vector in vectors)]
 
 
 def _copy_vectors(
     block: nn.Module, new: Mapping[nn.Module, StructuredLinear], shared: Collection[int]
 ) -> Vectors:
     """Copies of the vectors of the block's other modules, of those that have nothing else."""
-    found = []
+    vectors = []
     for module in block.modules():
-        own = {name: p for name, p in module._parameters.items() if p is not None}
-        if module in new or any(parameter.ndim != 1 for parameter in own.values()):
+        parameters = {name: p for name, p in module._parameters.items() if p is not None}
+        if module in new or any(parameter.ndim != 1 for parameter in parameters.values()):
             continue
-        for name, parameter in own.items():
+        for name, parameter in parameters.items():
             if id(parameter) not in shared:
-                found.append((module, name, nn.Parameter(parameter.detach().clone())))
-    return found
+                vectors.append((module, name, nn.Parameter(parameter.detach().clone())))
+    return vectors
 
 
-def _require_gradients(has: bool, steps: int) -> None:
-    if not has:
+def _require_gradients(has_gradients: bool, steps: int) -> None:
+    if not has_gradients:
         raise ValueError(
             f"refine={steps} takes gradients, but the model turns them off (no_grad or "
             "inference_mode): take refine=0, or such a decorator off its forward"
@@ -132,25 +140,27 @@ def _descend(
     rate: float,
 ) -> None:
     """Adam, on copies in float32 or better; `rate` is a dense weight's."""
-    rates = {
-        parameter: lr_mult(core, layer.in_features, len(layer.cores))
-        for layer in new.values()
-        for parameter, core in zip(layer.cores, layer.structure.cores, strict=True)
-    }
+    lr_mults: dict[nn.Parameter, float] = {}
+    for layer in new.values():
+        for parameter, core in zip(layer.cores, layer.structure.cores, strict=True):
+            lr_mults[parameter] = lr_mult(core, layer.in_features, len(layer.cores))
     masters = [promote(parameter.detach()).clone() for parameter in parameters]
     groups = [
-        {"params": [master], "lr": rate * rates.get(parameter, 1.0)}
+        {"params": [master], "lr": rate * lr_mults.get(parameter, 1.0)}
         for parameter, master in zip(parameters, masters, strict=True)
     ]
     optimizer = torch.optim.Adam(groups, betas=BETAS)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2
     )
-    generator, order = torch.Generator().manual_seed(0), list[int]()
+    generator = torch.Generator().manual_seed(0)
+    order: list[int] = []  # of the examples that this pass has left
     for parameter in parameters:
         parameter.requires_grad_()
+
     for step in range(steps):
-        order = order or torch.randperm(len(examples), generator=generator).tolist()
+        if not order:
+            order = torch.randperm(len(examples), generator=generator).tolist()
         example = examples[order.pop()]
         with torch.enable_grad():
             loss = _gap(example, example.output(new, vectors)).square().mean()
@@ -164,6 +174,7 @@ def _descend(
         schedule.step()
         for parameter, master in zip(parameters, masters, strict=True):
             parameter.data.copy_(master)
+
     for parameter in parameters:
         parameter.requires_grad_(False)
 
@@ -179,17 +190,19 @@ def _repeats_itself(example: Example, new: Mapping[nn.Module, StructuredLinear])
 def _gap(example: Example, output: Any) -> Tensor:
     """What an output of the block is off the goal at each token: `(tokens, features)`, in float32
     or better."""
-    made = first_tensor(output)
-    assert made is not None  # as in the run
-    rows, goal = (select_rows(each, example.call.masks) for each in (made, example.goal))
-    rows = promote(rows)
+    tensor = first_tensor(output)
+    assert tensor is not None  # as in the run
+    rows = promote(select_rows(tensor, example.call.masks))
+    goal = select_rows(example.goal, example.call.masks)
     return rows - goal.to(rows.dtype)
 
 
 def _measure(examples: Sequence[Example], outputs: Sequence[Any]) -> float:
-    above = below = 0.0
+    """|output - goal| / |goal|, over the tokens of all examples."""
+    squared_gap = 0.0
+    squared_goal = 0.0
     for example, output in zip(examples, outputs, strict=True):
-        above += _gap(example, output).square().sum(dtype=torch.float64).item()
+        squared_gap += _gap(example, output).square().sum(dtype=torch.float64).item()
         goal = select_rows(example.goal, example.call.masks)
-        below += goal.double().square().sum().item()
-    return math.sqrt(divide_norms(above, below))
+        squared_goal += goal.double().square().sum().item()
+    return math.sqrt(divide_norms(squared_gap, squared_goal))

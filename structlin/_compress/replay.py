@@ -179,9 +179,9 @@ class Replay:
         blocks = blocks or {}
         rank: dict[nn.Module, float] = {module: n for n, module in enumerate(self.order)}
         last = len(rank)  # of what the order does not tell
-        for block, held in blocks.items():
+        for block, layers_within in blocks.items():
             # after its last layer, and before the layer that follows
-            rank[block] = max(rank.get(layer, last) for layer in held) + 0.5
+            rank[block] = max(rank.get(layer, last) for layer in layers_within) + 0.5
         ends: list[Step] = []
         with completed_at_end(ends):
             # each call has a lane: its dense run, and beside it the compressed one
@@ -290,16 +290,21 @@ def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[A
         )
     repeated = {layer for order in orders for layer in order if order.count(layer) > 1}
     # a bias that several layers have cannot carry the change of one layer's mean
-    biases = {layer: layer._parameters.get("bias") for layer in layers}
     shared = find_shared(model)
-    own = {layer: b for layer, b in biases.items() if b is not None and id(b) not in shared}
-    return replace(replay, order=_merge_orders(orders), repeated=repeated, biases=own)
+    biases = {}
+    for layer in layers:
+        bias = layer._parameters.get("bias")
+        if bias is not None and id(bias) not in shared:
+            biases[layer] = bias
+    return replace(replay, order=_merge_orders(orders), repeated=repeated, biases=biases)
 
 
 def find_shared(model: nn.Module) -> set[int]:
     """The `id` of each parameter that several modules of the model have."""
-    owned = [id(p) for module in model.modules() for p in module._parameters.values()]
-    return {each for each, times in Counter(owned).items() if times > 1}
+    owners: Counter[int] = Counter()  # how many modules have the parameter of this id
+    for module in model.modules():
+        owners.update(id(parameter) for parameter in module._parameters.values())
+    return {identity for identity, count in owners.items() if count > 1}
 
 
 def _merge_orders(orders: Iterable[Sequence[nn.Module]]) -> list[nn.Module]:
@@ -334,11 +339,14 @@ class Run:
         blocks: Iterable[nn.Module],
         workers: int,
     ) -> None:
-        self.call, self.replica = call, replica
+        self.call = call
+        self.replica = replica
         self.stop: Stop | None = None
-        self._contexts, self._workers, self._cancelled = _capture_state(), workers, False
-        # the caller says "go on" by one, the run "I wait" or "I have ended" by the other
-        self._turn, self._back = SimpleQueue[None](), SimpleQueue[None]()
+        self._contexts = _capture_state()
+        self._workers = workers
+        self._cancelled = False
+        self._turn: SimpleQueue[None] = SimpleQueue()  # the caller says "go on"
+        self._back: SimpleQueue[None] = SimpleQueue()  # the run says "I wait" or "I have ended"
         self._error: BaseException | None = None
         for layer in layers:
             self._hold_at(layer)
@@ -431,7 +439,8 @@ class Hold:
         if self.after:
             stop.output = self.forward(*args, **kwargs)
             return self.run.wait(stop).output
-        return (self.run.wait(stop).answer or self.forward)(*args, **kwargs)
+        answer = self.run.wait(stop).answer or self.forward
+        return answer(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> "Hold":
         return self  # it is the run's: a replica of the run's replica does not stop here
@@ -440,16 +449,16 @@ class Hold:
 def _capture_state() -> list[AbstractContextManager[Any]]:
     """The contexts in which another thread has what torch keeps for this one: autocast, the default
     device, and the current device and stream of CUDA. Runs have no gradients."""
-    found: list[AbstractContextManager[Any]] = [torch.no_grad()]
+    contexts: list[AbstractContextManager[Any]] = [torch.no_grad()]
     cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if torch.get_default_device().type != "cpu":  # a new thread has that one
-        found.append(torch.get_default_device())
+        contexts.append(torch.get_default_device())
     for kind in ["cpu", "cuda"] if cuda else ["cpu"]:
         if torch.is_autocast_enabled(kind):
-            found.append(torch.autocast(kind, dtype=torch.get_autocast_dtype(kind)))
+            contexts.append(torch.autocast(kind, dtype=torch.get_autocast_dtype(kind)))
     if cuda:
-        found.append(torch.cuda.stream(torch.cuda.current_stream()))  # its device too
-    return found
+        contexts.append(torch.cuda.stream(torch.cuda.current_stream()))  # its device too
+    return contexts
 
 
 class CheckNumbers(TorchFunctionMode):
@@ -460,8 +469,10 @@ class CheckNumbers(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        found = ((n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding))
-        self._names = {id(module.weight): name for name, module in found}
+        self._names: dict[int, str] = {}  # of embeddings, by the id of their weight
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Embedding):
+                self._names[id(module.weight)] = name
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -476,8 +487,8 @@ class CheckNumbers(TorchFunctionMode):
             ignored = kwargs.get("ignore_index", -100)
             why = f"which has {classes:,} classes; {ignored} says that a label does not count"
             if not labels.is_floating_point():
-                known = labels[labels != ignored]
-                _require_below(classes, known, f"label {{}} is outside of the loss, {why}")
+                counted_labels = labels[labels != ignored]
+                _require_below(classes, counted_labels, f"label {{}} is outside of the loss, {why}")
         return func(*args, **kwargs)
 
 

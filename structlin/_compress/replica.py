@@ -130,7 +130,8 @@ class Copier:
             copied += self._copy_each(value)
         elif kind is tuple:
             copied = tuple(self._copy_each(value))
-            if all(map(lambda new, old: new is old, copied, value)):
+            is_unchanged = all(new is old for new, old in zip(copied, value, strict=True))
+            if is_unchanged:
                 copied = value
         else:
             return None
@@ -245,17 +246,21 @@ class Copier:
         """The same function, or one with a closure, defaults and attributes of its own."""
         if hasattr(function, "_torchdynamo_orig_callable"):
             return self._copy(function._torchdynamo_orig_callable)
-        attributes, defaults = vars(function), function.__defaults__
-        held = function.__closure__, defaults, function.__kwdefaults__, attributes
-        if not any(held) or _is_global(function):
+        attributes = vars(function)
+        values = (function.__closure__, function.__defaults__, function.__kwdefaults__, attributes)
+        if not any(values) or _is_global(function):
             return function
-        closure = function.__closure__ and tuple(map(self._copy, function.__closure__))
-        code, name = function.__code__, function.__name__
-        copied = FunctionType(code, function.__globals__, name, None, closure)
+        closure = function.__closure__
+        if closure:
+            closure = tuple(self._copy(cell) for cell in closure)
+        copied = FunctionType(
+            function.__code__, function.__globals__, function.__name__, None, closure
+        )
         self._remember(function, copied)
-        copied.__defaults__ = self._copy(defaults)
+        copied.__defaults__ = self._copy(function.__defaults__)
         copied.__kwdefaults__ = self._copy(function.__kwdefaults__)
-        copied.__qualname__, copied.__module__ = function.__qualname__, function.__module__
+        copied.__qualname__ = function.__qualname__
+        copied.__module__ = function.__module__
         self._copy_attributes(attributes, vars(copied))
         return copied
 
@@ -322,9 +327,8 @@ class Copier:
                 copied = tensor.detach().clone()
             else:
                 storage = self._copy_storage(tensor.untyped_storage())
-                offset, shape, strides = tensor.storage_offset(), tensor.shape, tensor.stride()
                 copied = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-                copied.set_(storage, offset, shape, strides)
+                copied.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         if attributes := vars(tensor):
             self._copy_attributes(attributes, vars(copied))
         return copied
@@ -374,10 +378,10 @@ class NoCopyError(TypeError):
 
 def _is_global(function: FunctionType) -> bool:
     """Whether it is found by its name: code, and no model's own."""
-    found: Any = sys.modules.get(function.__module__ or "")
+    value: Any = sys.modules.get(function.__module__ or "")
     for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is function
+        value = getattr(value, name, None)
+    return value is function
 
 
 class Replica:

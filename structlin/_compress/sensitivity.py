@@ -41,32 +41,37 @@ def measure_covariances(
 
     A layer that no input reaches, or none that varies, has none.
     """
-    held = {layer.module: layer for layer in layers}
-    twice = measure_inputs(replay, [held[m] for m in held if m in replay.repeated], replay.few)
-    once = [module for module in replay.order if module in held and module not in twice]
-    done = set[nn.Module]()
+    layer_of = {layer.module: layer for layer in layers}
+    repeated = [layer_of[module] for module in layer_of if module in replay.repeated]
+    moments_of_repeated = measure_inputs(replay, repeated, replay.few)
+    called_once = [
+        module
+        for module in replay.order
+        if module in layer_of and module not in moments_of_repeated
+    ]
+    measured: set[nn.Module] = set()
     with Bar("measure", len(layers), progress) as bar:
 
         def show(module: nn.Module, moments: Moments | None) -> tuple[Layer, Tensor | None]:
-            bar.show(held[module].name)
+            bar.show(layer_of[module].name)
             bar.advance()
-            done.add(module)
-            return held[module], _take_covariance(moments)
+            measured.add(module)
+            return layer_of[module], _take_covariance(moments)
 
-        for module, found in twice.items():
-            yield show(module, found)
-        with closing(replay.walk(once, replay.few)) as visits:
+        for module, moments in moments_of_repeated.items():
+            yield show(module, moments)
+        with closing(replay.walk(called_once, replay.few)) as visits:
             for visit in visits:
                 moments = Moments(centred=visit.module in replay.biases)
-                for call, stop in ((wait.call, wait.dense) for wait in visit.waits):
-                    assert stop is not None  # there are no other runs
-                    moments.add(select_rows(stop.input, call.masks))
-                moments.require_finite(held[visit.module].name)
+                for wait in visit.waits:
+                    assert wait.dense is not None  # there are no other runs
+                    moments.add(select_rows(wait.dense.input, wait.call.masks))
+                moments.require_finite(layer_of[visit.module].name)
                 yield show(visit.module, moments)
-                if visit.module is once[-1]:
+                if visit.module is called_once[-1]:
                     break  # what the model does after it is not needed
-        for module in held:
-            if module not in done:
+        for module in layer_of:
+            if module not in measured:
                 yield show(module, None)
 
 
@@ -118,7 +123,8 @@ def measure_sensitivities(
         layer.module: layer.matrix.new_zeros(layer.out_features, dtype=torch.float64)
         for layer in layers
     }
-    generator, tokens = torch.Generator().manual_seed(0), Counter[nn.Module]()
+    tokens: Counter[nn.Module] = Counter()
+    generator = torch.Generator().manual_seed(0)
     for call in replay.few:
         for module, gradients in _take_gradients(replay, layers, call, loss, generator):
             squares = gradients.float().square().sum(0, dtype=torch.float64)
@@ -131,10 +137,11 @@ def measure_sensitivities(
         raise ValueError(
             f"{_REFUSED} has only gradients of zero; another loss may have some (loss='outputs')"
         )
-    return {
-        module: total.lerp(total.mean(), PRIOR_TOKENS / (PRIOR_TOKENS + tokens[module]))
-        for module, total in totals.items()
-    }
+    sensitivities = {}
+    for module, total in totals.items():
+        share_of_mean = PRIOR_TOKENS / (PRIOR_TOKENS + tokens[module])
+        sensitivities[module] = total.lerp(total.mean(), share_of_mean)
+    return sensitivities
 
 
 def _take_gradients(
@@ -214,11 +221,12 @@ def _take_loss(result: Any, loss: Loss, masks: list[Tensor], generator: torch.Ge
     if callable(loss):
         value = loss(result)
         if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-            shape, trains = getattr(value, "shape", ()), getattr(value, "requires_grad", False)
-            says = f"{type(value).__name__} of shape {tuple(shape)}"
+            shape = tuple(getattr(value, "shape", ()))
+            requires_grad = getattr(value, "requires_grad", False)
             raise TypeError(
                 "loss must return a tensor of one number that has a gradient, of what the model "
-                f"returns; it returned {says}, requires_grad={trains}"
+                f"returns; it returned {type(value).__name__} of shape {shape}, "
+                f"requires_grad={requires_grad}"
             )
         return value.float().sum()
     tensors = {name: t for name, t in find_tensors(result) if t.requires_grad}
@@ -228,10 +236,10 @@ def _take_loss(result: Any, loss: Loss, masks: list[Tensor], generator: torch.Ge
     if loss == "divergence" and not logits:
         raise ValueError("loss='divergence': the model returns numbers alone, no logits")
     if logits:
-        parts = [_surprise(select_rows(tensor, masks), generator) for tensor in logits]
+        terms = [_surprise(select_rows(tensor, masks), generator) for tensor in logits]
     else:
-        parts = [_probe(_rows_of(t, masks), generator) for t in tensors.values()]
-    return torch.stack([part.to(parts[0].device) for part in parts]).sum()
+        terms = [_probe(_rows_of(tensor, masks), generator) for tensor in tensors.values()]
+    return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
 def measure_change(before: Any, after: Any, loss: Loss, masks: list[Tensor]) -> float:
@@ -241,18 +249,23 @@ def measure_change(before: Any, after: Any, loss: Loss, masks: list[Tensor]) -> 
 
     A token that is impossible before, with a logit of -inf, counts nothing.
     """
-    old, new = dict(find_tensors(before)), dict(find_tensors(after))
+    old = dict(find_tensors(before))
+    new = dict(find_tensors(after))
     logits = [name for name, tensor in old.items() if _are_logits(name, tensor, loss)]
-    if logits:
-        logs = [
-            [select_rows(each[name], masks).float().log_softmax(-1) for each in (old, new)]
-            for name in logits
-        ]
-        return sum(2 * (p.exp() * (p - q)).where(p > -math.inf, 0.0).sum().item() for p, q in logs)
     change = 0.0
+    if logits:
+        # 2 KL(p || q) = 2 sum of p (log p - log q), over rows and classes
+        for name in logits:
+            log_p = select_rows(old[name], masks).float().log_softmax(-1)  # (rows, classes)
+            log_q = select_rows(new[name], masks).float().log_softmax(-1)
+            terms = log_p.exp() * (log_p - log_q)
+            change += 2 * terms.where(log_p > -math.inf, 0.0).sum().item()
+        return change
     for name, tensor in old.items():
-        p, q = (_rows_of(each, masks).float() for each in (tensor, new[name]))
-        change += ((q - p).square().sum() / p.square().sum().clamp(min=1e-30)).item()
+        old_rows = _rows_of(tensor, masks).float()
+        new_rows = _rows_of(new[name], masks).float()
+        squared_size = old_rows.square().sum().clamp(min=1e-30)
+        change += ((new_rows - old_rows).square().sum() / squared_size).item()
     return change
 
 
@@ -261,8 +274,8 @@ def _rows_of(tensor: Tensor, masks: list[Tensor]) -> Tensor:
 
 
 def _are_logits(name: str, tensor: Tensor, loss: Loss) -> bool:
-    named = name.endswith("logits") if loss is None else loss == "divergence"
-    return named and tensor.ndim > 0
+    is_taken_for_logits = name.endswith("logits") if loss is None else loss == "divergence"
+    return is_taken_for_logits and tensor.ndim > 0
 
 
 def _surprise(logits: Tensor, generator: torch.Generator) -> Tensor:
@@ -278,4 +291,5 @@ def _surprise(logits: Tensor, generator: torch.Generator) -> Tensor:
 def _probe(rows: Tensor, generator: torch.Generator) -> Tensor:
     """The rows with random signs and by their inverse size, summed."""
     signs = torch.randint(2, rows.shape, generator=generator).mul(2).sub(1).to(rows)
-    return (signs * rows).float().sum() / (rows.detach().float().norm().item() or 1.0)
+    size = rows.detach().float().norm().item()
+    return (signs * rows).float().sum() / (size or 1.0)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from .._projection.solve import project, relative_error
 from .._structure.arguments import require_choice
 from .._structure.families import Dense, Family, Split
 from .knapsack import choose
-from .replay import Replay
+from .replay import Call, Replay
 from .sensitivity import Covariances, Loss, measure_change, measure_covariances
 
 # Shares of a dense layer's cost that a block's layers keep while the harm is measured. By trial:
@@ -38,8 +38,9 @@ class Share:
     allocation: str = "sensitivity"
 
     def __post_init__(self) -> None:
-        keep, number = self.keep, isinstance(self.keep, int | float)
-        if keep is not None and (not number or isinstance(keep, bool) or not 0 < keep <= 1):
+        keep = self.keep
+        is_number = isinstance(keep, int | float) and not isinstance(keep, bool)
+        if keep is not None and (not is_number or not 0 < keep <= 1):
             raise ValueError(
                 f"keep={keep!r} must be a fraction above 0 and at most 1, or None, which keeps "
                 "the structure's own size"
@@ -50,8 +51,15 @@ class Share:
             raise ValueError(f"count={self.count!r} goes with a fraction to keep, say keep=0.5")
 
 
-Offers = Sequence[tuple[Layer, Sequence[Size]]]  # of the layers whose size is open
-Curves = Mapping[nn.Module, Curve]  # of these layers, in their order
+class Offer(NamedTuple):
+    """A layer whose size is open, and the sizes that it could have, ascending in cost."""
+
+    layer: Layer
+    sizes: Sequence[Size]
+
+
+Offers = Sequence[Offer]
+Curves = Mapping[nn.Module, Curve]  # of the layers with an offer, in their order
 Weights = Mapping[nn.Module, Tensor]  # of a squared error of each output of a layer
 
 
@@ -62,47 +70,53 @@ def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
         ValueError: a structure has no size to choose, or none that costs less than dense; the
             smallest sizes cost more than what is kept.
     """
-    found, without = list[tuple[Layer, Sequence[Size]]](), dict[str, str]()
-    for layer, structure in ((d.layer, d.structure) for d in decisions if d.resolved is None):
-        if structure is None:
+    offers: list[Offer] = []
+    refused: dict[str, str] = {}  # layer without a smaller size -> what it is
+    for decision in decisions:
+        layer = decision.layer
+        structure = decision.structure
+        if structure is None or decision.resolved is not None:
             continue
         if not isinstance(structure, Family):
             raise ValueError(
                 f"keep={share.keep}: structure={structure!r} has no size to choose; keep=None "
                 "keeps it as it is, and a family such as LowRank(rank=1) has sizes"
             )
-        widths = layer.in_features, layer.out_features
-        found.append((layer, list_sizes(structure, *widths, share.count)))
-        if len(found[-1][1]) == 1:
+        sizes = list_sizes(structure, layer.in_features, layer.out_features, share.count)
+        offers.append(Offer(layer, sizes))
+        if len(sizes) == 1:  # dense alone
             kind = type(structure.of if isinstance(structure, Split) else structure).__name__
-            without[layer.name] = f"{layer.name!r} ({kind} of {widths[0]} -> {widths[1]})"
-    if without:
+            widths = f"{layer.in_features} -> {layer.out_features}"
+            refused[layer.name] = f"{layer.name!r} ({kind} of {widths})"
+    if refused:
         raise ValueError(
             f"keep={share.keep}: no size has fewer {COUNTS[share.count]} than dense in these "
-            f"layers: {', '.join(without.values())}; exclude={[*without]} leaves them dense"
+            f"layers: {', '.join(refused.values())}; exclude={[*refused]} leaves them dense"
         )
-    if share.keep is not None and found:
-        _require_room([sizes for _, sizes in found], share.keep, share.count)
-    return found
+    if share.keep is not None and offers:
+        _require_room([offer.sizes for offer in offers], share.keep, share.count)
+    return offers
 
 
 def measure_curves(
     replay: Replay | None, offers: Offers, outputs: Weights, loss: Loss, progress: bool | None
 ) -> Curves:
     """What each of the sizes would lose, layer by layer. It is the same whatever is kept."""
-    layers = [layer for layer, _ in offers]
+    layers = [offer.layer for offer in offers]
     covariances: Covariances = ((layer, None) for layer in layers)
     if replay is not None and layers:
         covariances = measure_covariances(replay, layers, progress=progress)
-    sizes, found = {layer.module: own for layer, own in offers}, dict[nn.Module, Curve]()
+    sizes_of = {offer.layer.module: offer.sizes for offer in offers}
+    curve_of: dict[nn.Module, Curve] = {}  # in the order in which the model calls the layers
     with closing(covariances):
         for layer, covariance in covariances:
-            own, output = sizes[layer.module], outputs.get(layer.module)
+            sizes = sizes_of[layer.module]
             if layer.matrix.is_meta:
-                found[layer.module] = _guess_curve(own)
+                curve_of[layer.module] = _guess_curve(sizes)
             else:
-                found[layer.module] = measure_curve(layer.matrix, own, covariance, output)
-    curves = {layer.module: found[layer.module] for layer in layers}
+                output = outputs.get(layer.module)
+                curve_of[layer.module] = measure_curve(layer.matrix, sizes, covariance, output)
+    curves = {layer.module: curve_of[layer.module] for layer in layers}
     if replay is None or not outputs:
         return curves
     return _correct_curves(replay, offers, curves, outputs, loss)
@@ -118,21 +132,28 @@ def _correct_curves(
     lose can change more. So each is measured, from the first on, until two in turn are as
     predicted. A loss of the user's own may fall, so nothing is measured for it.
     """
-    found = dict(curves)
-    held_by = blocks_of_layers(replay.model, [layer for layer, _ in offers])
-    rank = {module: n for n, module in enumerate(replay.order)}
-    blocks = [[each for each in held if each.module in rank] for _, held in held_by.values()]
-    predicted = 0  # blocks in turn
-    if callable(loss) or len(blocks) < 2:
+    named_blocks = blocks_of_layers(replay.model, [offer.layer for offer in offers]).values()
+    if callable(loss) or len(named_blocks) < 2:
         return curves
-    for held in sorted(filter(None, blocks), key=lambda held: rank[held[0].module]):
-        ratios = _measure_ratios(replay, held, found, outputs, loss)
-        found |= {each.module: _scale(found[each.module], ratios) for each in held}
-        near = all(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
-        predicted = predicted + 1 if near else 0
-        if predicted == 2:
+    rank = {module: n for n, module in enumerate(replay.order)}
+    blocks: list[list[Layer]] = []
+    for _, layers in named_blocks:
+        called = [layer for layer in layers if layer.module in rank]
+        if called:
+            blocks.append(called)
+    blocks.sort(key=lambda layers: rank[layers[0].module])
+
+    corrected = dict(curves)
+    predicted_in_turn = 0
+    for block in blocks:
+        ratios = _measure_ratios(replay, block, corrected, outputs, loss)
+        for layer in block:
+            corrected[layer.module] = _scale(corrected[layer.module], ratios)
+        is_predicted = all(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
+        predicted_in_turn = predicted_in_turn + 1 if is_predicted else 0
+        if predicted_in_turn == 2:
             break
-    return found
+    return corrected
 
 
 def _measure_ratios(
@@ -144,36 +165,58 @@ def _measure_ratios(
 ) -> list[float]:
     """For each of `SHARES`, what errors of these layers do, over what is predicted; 1 where nothing
     is, or where the outputs are not finite with these errors."""
-    changes: list[dict[nn.Module, Tensor]] = [{} for _ in SHARES]  # B - W
-    predicted, harms = ([0.0 for _ in SHARES] for _ in range(2))
+    predicted_harm = [0.0] * len(SHARES)
+    measured_harm = [0.0] * len(SHARES)
+    changes: list[dict[nn.Module, Tensor]] = [{} for _ in SHARES]  # layer -> B - W: (out, in)
+
+    # A layer keeps a share as the structured B nearest to its W. What that does to the outputs is
+    # predicted as the layer's own curve does, `whole` times the squared relative error.
     with closing(measure_covariances(replay, layers, progress=False)) as covariances:
         for layer, covariance in covariances:
-            curve, weight = curves[layer.module], layer.matrix
+            curve = curves[layer.module]
+            weight = layer.matrix
             metric: dict[str, Any] = {"covariance": covariance, "output": outputs.get(layer.module)}
             for n, share in enumerate(SHARES):
-                fit = [size for size in curve.sizes if size.cost <= share * curve.sizes[-1].cost]
-                structure = (fit[-1] if fit else curve.sizes[0]).structure
+                structure = _largest_within(curve.sizes, share).structure
                 cores = project(weight.double(), structure, **metric, sweeps=0)
                 error = relative_error(weight, structure, cores, **metric)
-                predicted[n] += curve.whole * error**2
-                matrix = to_dense(structure, cores)[: len(weight), : weight.shape[1]]  # (out, in)
+                predicted_harm[n] += curve.whole * error**2
+                matrix = to_dense(structure, cores)[: len(weight), : weight.shape[1]]
                 changes[n][layer.module] = matrix.to(weight) - weight
+
     calls = replay.few[:: max(1, len(replay.few) // CHECKED_CALLS)]
     for call in calls:
         before = replay.run(call)
-        for n, own in enumerate(changes):
+        for n, change_of in enumerate(changes):
+            measured_harm[n] += measure_change(
+                before, _run_changed(replay, call, change_of), loss, call.masks
+            )
 
-            def change(
-                layer: nn.Module, x: Tensor, y: Tensor, own: dict[nn.Module, Tensor] = own
-            ) -> Tensor:
-                more = F.linear(x, own[layer])  # (B - W) x: (..., out); a bias carries its mean
-                return y + (more - more.flatten(0, -2).mean(0) if layer in replay.biases else more)
+    ratios = [1.0] * len(SHARES)
+    for n, predicted in enumerate(predicted_harm):
+        if predicted > 0 and math.isfinite(measured_harm[n]):
+            ratios[n] = measured_harm[n] / (len(calls) * predicted)
+    return ratios
 
-            harms[n] += measure_change(before, replay.run(call, own, change), loss, call.masks)
-    return [
-        harm / (len(calls) * each) if each > 0 and math.isfinite(harm) else 1.0
-        for harm, each in zip(harms, predicted, strict=True)
-    ]
+
+def _largest_within(sizes: Sequence[Size], share: float) -> Size:
+    """The last size that costs at most this share of dense; the smallest if none does."""
+    limit = share * sizes[-1].cost
+    fitting = [size for size in sizes if size.cost <= limit]
+    return fitting[-1] if fitting else sizes[0]
+
+
+def _run_changed(replay: Replay, call: Call, change_of: Mapping[nn.Module, Tensor]) -> Any:
+    """What the model returns where these layers have the matrices W + change, `(out, in)`; a bias
+    carries the mean of what that changes."""
+
+    def add_change(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        difference = F.linear(x, change_of[layer])  # (..., out)
+        if layer in replay.biases:
+            difference = difference - difference.flatten(0, -2).mean(0)
+        return y + difference
+
+    return replay.run(call, change_of, add_change)
 
 
 def _scale(curve: Curve, ratios: Sequence[float]) -> Curve:
@@ -190,11 +233,12 @@ def _scale(curve: Curve, ratios: Sequence[float]) -> Curve:
 
 def _interpolate(points: Sequence[tuple[float, float]], share: float) -> float:
     """`points` by falling shares; below the last one its value."""
-    for (high, first), (low, last) in pairwise(points):
-        if share >= low:
-            part = (high - share) / (high - low)
-            return (1 - part) * first + part * last
-    return points[-1][1]
+    for (high_share, high_value), (low_share, low_value) in pairwise(points):
+        if share >= low_share:
+            weight = (high_share - share) / (high_share - low_share)
+            return (1 - weight) * high_value + weight * low_value
+    _, last_value = points[-1]
+    return last_value
 
 
 def _guess_curve(sizes: Sequence[Size]) -> Curve:
@@ -211,16 +255,17 @@ def choose_sizes(decisions: Sequence[Decision], share: Share, curves: Curves) ->
     weights = [1.0] * len(curves)
     if share.allocation == "error":
         weights = [1 / curve.whole if curve.whole else 1.0 for curve in curves.values()]
-    chosen = dict(zip(curves, allocate([*curves.values()], share.keep, weights), strict=True))
-    found = []
+    sizes = allocate([*curves.values()], share.keep, weights)
+    size_of = dict(zip(curves, sizes, strict=True))
+    sized_decisions = []
     for decision in decisions:
-        size = chosen.get(decision.layer.module)
+        size = size_of.get(decision.layer.module)
         if size is not None and isinstance(size.family, Dense):
             decision = replace(decision, structure=None, reason="dense: within what is kept")
         elif size is not None:
             decision = replace(decision, structure=size.family, resolved=size.structure)
-        found.append(decision)
-    return found
+        sized_decisions.append(decision)
+    return sized_decisions
 
 
 def allocate(curves: Sequence[Curve], keep: float, weights: Sequence[float]) -> list[Size]:
@@ -249,10 +294,11 @@ def allocate(curves: Sequence[Curve], keep: float, weights: Sequence[float]) -> 
 
 
 def _require_room(sizes: Sequence[Sequence[Size]], keep: float, count: str) -> None:
-    spent, total = (sum(own[n].cost for own in sizes) for n in (0, -1))
-    if spent > keep * total:
-        least = math.ceil(1e4 * spent / total) / 1e4
+    smallest = sum(sizes_of_layer[0].cost for sizes_of_layer in sizes)
+    dense = sum(sizes_of_layer[-1].cost for sizes_of_layer in sizes)
+    if smallest > keep * dense:
+        smallest_keep = math.ceil(1e4 * smallest / dense) / 1e4
         raise ValueError(
-            f"keep={keep} is {int(keep * total):,} {COUNTS[count]}; the smallest structures of "
-            f"these layers have {spent:,}: keep={least:.4f} or more"
+            f"keep={keep} is {int(keep * dense):,} {COUNTS[count]}; the smallest structures of "
+            f"these layers have {smallest:,}: keep={smallest_keep:.4f} or more"
         )

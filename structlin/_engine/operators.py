@@ -231,7 +231,9 @@ class _Product(torch.autograd.Function):
         gains: Tensor | None,
         *cores: Tensor,
     ) -> Tensor:
-        ctx.loop, ctx.program, ctx.sigmas = loop, program, sigmas
+        ctx.loop = loop
+        ctx.program = program
+        ctx.sigmas = sigmas
         between: Tensor | None = None
         y: Tensor
         if by_views:
@@ -416,8 +418,10 @@ def _(x: Sequence[int], *rest: Any, **_: Any) -> int:
 @register_flop_formula(torch.ops.structlin.gradients)
 def _(dy: Sequence[int], x: Sequence[int], *rest: Any, **_: Any) -> int:
     program, wants = rest[-2:]
-    flops, of_cores = count_flops(x, program), bool(wants & (OF_CORES | OF_GAINS))
+    flops = count_flops(x, program)
     of_x = bool(wants & OF_X)
-    recomputes = of_cores or (of_x and bool(program[-1]))  # slopes of an activation
-    recomputes = recomputes and len(rest) == 5  # the overload `.views` is given what lies between
+    of_cores = bool(wants & (OF_CORES | OF_GAINS))
+    needs_activations = of_cores or (of_x and bool(program[-1]))  # slopes of an activation
+    has_activations = len(rest) != 5  # the overload `.views` is given what lies between
+    recomputes = needs_activations and not has_activations
     return sum(flops) * (of_x + of_cores) + sum(flops[:-1]) * recomputes

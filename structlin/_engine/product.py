@@ -206,9 +206,11 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
     check_cores(structure, cores)
     structure.require_matrix("to_dense")
     form = structure.matrix
-    identity = partial(torch.eye, dtype=cores[0].dtype, device=cores[0].device)
     factors = [core.reshape(shape) for core, shape in zip(cores, form.shapes, strict=True)]
-    factors += [identity(size) for size in form.identities]  # of each axis that x and y share
-    operands = [each for pair in zip(factors, map(list, form.axes), strict=True) for each in pair]
+    for size in form.identities:  # of each axis that x and y share
+        factors.append(torch.eye(size, dtype=cores[0].dtype, device=cores[0].device))
+    operands: list[Any] = []
+    for factor, axes in zip(factors, form.axes, strict=True):
+        operands += [factor, list(axes)]
     w = torch.einsum(*operands, list(form.result))  # (*axes of y, *axes of x)
     return w.reshape(structure.out_features, structure.in_features)

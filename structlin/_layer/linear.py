@@ -91,16 +91,20 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
     ) -> None:
         super().__init__()
         require_choice("init", init, INITS)
-        self.in_features, self.out_features = in_features, out_features
+        self.in_features = in_features
+        self.out_features = out_features
         self.structure = structure_of(structure, in_features, out_features)
         self.label = label(structure)
-        self.init, self.zero_init, self.conv1d = init, zero_init, False
+        self.conv1d = False
+        self.init = init
+        self.zero_init = zero_init
         self.init_scale = 1.0
-        *inner, last = self.structure.cores
-        narrow, activated = zero_init or init == "mup", self.structure.between is not None
-        options: dict[str, Any] = {"bottleneck_variance": narrow, "activated": activated}
-        self.stds = [init_std(core, init, **options) for core in inner]
-        self.stds.append(init_std(last, init))
+        *inner_cores, last_core = self.structure.cores
+        is_narrow = zero_init or init == "mup"
+        has_activation = self.structure.between is not None
+        options: dict[str, Any] = {"bottleneck_variance": is_narrow, "activated": has_activation}
+        self.stds = [init_std(core, init, **options) for core in inner_cores]
+        self.stds.append(init_std(last_core, init))
         self.core_names = [str(n) for n in range(len(self.structure.cores))]
 
         def empty(*shape: int) -> nn.Parameter:
@@ -120,11 +124,12 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
 
     @torch.no_grad()
     def _draw(self, keeps: Callable[[Tensor], bool]) -> None:
-        each = zip(self.structure.cores, self.stds, self.cores, strict=True)
-        for n, (core, std, parameter) in enumerate(each):
+        cores = zip(self.structure.cores, self.stds, self.cores, strict=True)
+        for n, (core, std, parameter) in enumerate(cores):
+            is_last = n == len(self.cores) - 1
             if keeps(parameter):
                 continue
-            if self.zero_init and n == len(self.cores) - 1:
+            if self.zero_init and is_last:
                 parameter.zero_()
             elif self.init == "orthogonal":
                 gaussian = torch.randn_like(parameter, dtype=torch.float32)
@@ -132,7 +137,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
                 parameter.copy_(scale * polar_factor(gaussian, method="svd"))
             else:
                 parameter.normal_(0, std)
-            if n == len(self.cores) - 1:
+            if is_last:
                 parameter.mul_(self.init_scale)
         if self.gains is not None and not keeps(self.gains):
             self.gains.fill_(1)
@@ -158,10 +163,12 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         True
         """
         padded = self.structure.in_features, self.structure.out_features
-        kept = self.in_features * self.out_features / prod(padded)  # the rest is padding
         activated = self.structure.between is not None
-        own = sqrt(kept) * expected_norm(self.structure.cores, self.stds, padded[0], activated)
-        self.zero_init, self.init_scale = norm == 0, norm / own or 1.0
+        # cropping W from its padded widths leaves this share of its squared norm
+        share = self.in_features * self.out_features / prod(padded)
+        norm_of_padded = expected_norm(self.structure.cores, self.stds, padded[0], activated)
+        self.zero_init = norm == 0
+        self.init_scale = norm / (sqrt(share) * norm_of_padded) or 1.0
         self.reset_parameters()
         return self
 
@@ -251,8 +258,8 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         check_cores(self.structure, cores)
         if self.cores[0].is_meta:
             raise ValueError("the layer is on the meta device: move it with to_empty(device=...)")
-        for n, (own, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):
-            own.copy_(core)
+        for n, (parameter, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):
+            parameter.copy_(core)
             if self.gains is not None:
                 self.gains[n] = max(1.0, core.float().square().mean().sqrt().item() / std)
         return self

@@ -43,19 +43,22 @@ class QuantizedLinear(StructuredLinear):
         scales: Any = self._modules["scales"]
         scales = list(scales._parameters.values())
         check_input(x, self.in_features, scales[0], self.compute_dtype)
-        program, tokens = self._program, x.numel() // self.in_features
+        program = self._program
         trains = x.requires_grad or (bias is not None and bias.requires_grad)
-        plain = product.forms_matrix(self.structure, tokens)
-        plain = plain or (trains and torch.is_grad_enabled())
-        plain = plain or torch.is_autocast_enabled(x.device.type)
-        if plain or x.is_cuda or not operators.pays(program, x, False):
+        takes_real_cores = (
+            product.forms_matrix(self.structure, x.numel() // self.in_features)
+            or (trains and torch.is_grad_enabled())
+            or torch.is_autocast_enabled(x.device.type)
+        )
+        if takes_real_cores or x.is_cuda or not operators.pays(program, x, False):
             affine = operators.Affine(program, self.effective_cores(), bias)
             return product.compute(self.structure, affine, x)
         return operators.multiply_int8(program, self.stored_cores(), scales, x, bias)
 
     def effective_cores(self) -> list[Tensor]:
         """`core * scale` of every core."""
-        pairs, dtype = zip(self.stored_cores(), self.scales, strict=True), self.compute_dtype
+        pairs = zip(self.stored_cores(), self.scales, strict=True)
+        dtype = self.compute_dtype
         return [core.to(dtype).mul_(scale) for core, scale in pairs]  # * takes a copy more
 
     @property
@@ -84,9 +87,10 @@ class QuantizedLinear(StructuredLinear):
             ValueError: wrong number or shape of cores. Nothing is changed then.
         """
         check_cores(self.structure, cores)
-        for own, scale, core in zip(self.cores, self.scales, cores, strict=True):
-            for kept, new in zip((own, scale), round_rows(core.to(scale)), strict=True):
-                kept.copy_(new)
+        for parameter, scale, core in zip(self.cores, self.scales, cores, strict=True):
+            new_core, new_scale = round_rows(core.to(scale))
+            parameter.copy_(new_core)
+            scale.copy_(new_scale)
         return self
 
     def reset_parameters(self) -> None:

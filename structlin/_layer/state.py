@@ -33,11 +33,14 @@ class DescribedModule(InitialisedModule):
             metadata[prefix[:-1]][KEY] = self.computes_with()
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, local_metadata: Any, *told: Any
+        self, state_dict: Any, prefix: str, local_metadata: Any, *arguments: Any
     ) -> None:
-        said, error_msgs = local_metadata.get(KEY), told[-1]
-        if said is not None and (difference := tell_difference(self.computes_with(), said)):
-            error_msgs.append(f"{prefix[:-1]!r}: {difference} in the state")
+        error_msgs = arguments[-1]
+        description = local_metadata.get(KEY)
+        if description is not None:
+            difference = tell_difference(self.computes_with(), description)
+            if difference:
+                error_msgs.append(f"{prefix[:-1]!r}: {difference} in the state")
         dense = state_dict.get(f"{prefix}{GUARD}")
         if dense is not None and dense.ndim == 1:
             del state_dict[f"{prefix}{GUARD}"]
@@ -47,7 +50,7 @@ class DescribedModule(InitialisedModule):
                 "layer: load it into the dense model and convert that, or use "
                 "layer.from_dense_(weight)"
             )
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *told)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *arguments)
         if local_metadata.get("assign_to_params_buffers"):
             self._undrawn = False
 

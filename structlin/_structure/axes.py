@@ -20,10 +20,13 @@ _AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 
 def check_number(inputs: list[str], outputs: list[str], cores: Sequence[str]) -> None:
     axes = {*inputs, *outputs, *" ".join(cores).split()}
-    number = len(axes) + len({*inputs} & {*outputs})
+    shared_axes = {*inputs} & {*outputs}
+    number = len(axes) + len(shared_axes)
     if number > MOST_AXES:
-        text = f"at most {MOST_AXES}: torch.einsum, which forms the matrix, has no more letters"
-        raise ValueError(f"{number} axes, those that x and y share counted twice; {text}")
+        raise ValueError(
+            f"{number} axes, those that x and y share counted twice; at most {MOST_AXES}: "
+            "torch.einsum, which forms the matrix, has no more letters"
+        )
 
 
 def check_texts(signature: object, cores: object) -> None:
@@ -45,8 +48,10 @@ def read_axes(where: str, text: str) -> list[str]:
                 f"{where}: {axis!r} is not an axis name (ASCII letters and digits, a letter first)"
             )
         if axis in _RESERVED:
-            other = f"take another, for example {axis + '1'!r}"
-            raise ValueError(f"{where}: the axis name {axis!r} is reserved; {other}")
+            raise ValueError(
+                f"{where}: the axis name {axis!r} is reserved; take another, for example "
+                f"{axis + '1'!r}"
+            )
         if axes.count(axis) > 1:
             raise ValueError(f"{where}: axis {axis!r} appears more than once in {text.strip()!r}")
     return axes
@@ -67,18 +72,18 @@ def check_between(between: object, cores: Sequence[str]) -> None:
 
 
 def check_sizes(sizes: Mapping[str, int], axes: Iterable[str]) -> None:
-    named = set(axes)
-    for axis in sorted(named):
+    axes = set(axes)
+    for axis in sorted(axes):
         if axis not in sizes:
-            apart = ""
+            advice = ""
             if len(axis) > 1 and sizes.keys() >= set(axis):
-                apart = f", or write {' '.join(axis)!r}, for axes are separated by spaces"
+                advice = f", or write {' '.join(axis)!r}, for axes are separated by spaces"
             raise ValueError(
-                f"axis {axis!r} has no size: pass {axis}=<size>{apart}; "
+                f"axis {axis!r} has no size: pass {axis}=<size>{advice}; "
                 f"sizes were given for {sorted(sizes)}"
             )
     for axis, size in sizes.items():
-        if axis not in named:
+        if axis not in axes:
             raise ValueError(
                 f"{axis}={size!r}: no core and no side of the signature has an axis {axis!r}"
             )

@@ -105,36 +105,74 @@ def cut(structure: Structure, axis: str, parts: int) -> Cut:
             axes that can be divided.
 
     >>> from .families import LowRank
-    >>> found = cut(LowRank(rank=4).structure(64, 128), "o", 2)
-    >>> found.dims, found.head, found.body
+    >>> divided = cut(LowRank(rank=4).structure(64, 128), "o", 2)
+    >>> divided.dims, divided.head, divided.body
     ((None, 1), Structure('i -> r', 'r i', i=64, r=4), Structure('r -> o', 'o r', o=64, r=4))
     """
     axis_of(structure, axis)
     _require_divisible(structure, axis, parts)
     structure = outermost(structure, axis)
     dims = tuple(_find_dim(core, axis) for core in structure.cores)
-    cut_cores = [n for n, dim in enumerate(dims) if dim is not None]
-    middles = [(*c.batch_axes, *c.repeat_axes, *c.fan_out_axes) for c in structure.cores]
-    widths = [prod(structure.sizes[name] for name in axes) for axes in middles]
+    activations = [_axes_after(core) for core in structure.cores]
+    start = _find_start(structure, axis, dims, activations)
+    stop = _find_stop(structure, axis, dims, activations)
 
-    start, stop = 0, len(dims)
-    if axis not in structure.inputs:
-        first = cut_cores[0]
-        if first and middles[first - 1] and widths[first - 1] <= structure.in_features:
-            start = first
-    if axis not in structure.outputs:
-        after = cut_cores[-1] + 1
-        narrow = widths[after - 1] <= structure.out_features
-        if after < stop and middles[after - 1] and (narrow or structure.between):
-            stop = after
-
-    entry = structure.inputs if start == 0 else middles[start - 1]
-    exit = structure.outputs if stop == len(dims) else middles[stop - 1]
+    entry = structure.inputs if start == 0 else activations[start - 1]
+    exit = structure.outputs if stop == len(dims) else activations[stop - 1]
     head = _take(structure, structure.inputs, entry, 0, start)
     body = _take(structure, entry, exit, start, stop, {axis: structure.sizes[axis] // parts})
     tail = _take(structure, exit, structure.outputs, stop, len(dims))
     assert body is not None
     return Cut(axis, parts, structure, dims, start, stop, head, body, tail)
+
+
+def _axes_after(core: Core) -> tuple[str, ...]:
+    """The axes of the activation that a core makes."""
+    return *core.batch_axes, *core.repeat_axes, *core.fan_out_axes
+
+
+def _find_start(
+    structure: Structure,
+    axis: str,
+    dims: Sequence[int | None],
+    activations: Sequence[tuple[str, ...]],
+) -> int:
+    """The number of the first core that works on a part; `activations` has the axes after each."""
+    if axis in structure.inputs:
+        return 0
+    first_cut_core = next(n for n, dim in enumerate(dims) if dim is not None)
+    if first_cut_core == 0:
+        return 0
+    activation = activations[first_cut_core - 1]
+    width = _width(structure, activation)
+    # Backward the gradient is summed here, so a wide activation costs more than dx.
+    if activation and width <= structure.in_features:
+        return first_cut_core
+    return 0
+
+
+def _find_stop(
+    structure: Structure,
+    axis: str,
+    dims: Sequence[int | None],
+    activations: Sequence[tuple[str, ...]],
+) -> int:
+    """The number of the core after the last that works on a part."""
+    count = len(dims)
+    if axis in structure.outputs:
+        return count
+    stop = 1 + max(n for n, dim in enumerate(dims) if dim is not None)
+    activation = activations[stop - 1]
+    is_narrow = _width(structure, activation) <= structure.out_features
+    # Forward the activation is summed here. What is applied between two cores needs the sum.
+    if activation and (is_narrow or structure.between):
+        return stop
+    return count
+
+
+def _width(structure: Structure, axes: Sequence[str]) -> int:
+    """How many numbers a token has over these axes."""
+    return prod(structure.sizes[axis] for axis in axes)
 
 
 def _take(
@@ -150,11 +188,11 @@ def _take(
     if not texts:
         return None
     sizes = {**structure.sizes, **(divided or {})}
-    named = {*inputs, *outputs, *" ".join(texts).split()}
-    own_sizes = {axis: size for axis, size in sizes.items() if axis in named}
+    axes = {*inputs, *outputs, *" ".join(texts).split()}
+    sizes_here = {axis: size for axis, size in sizes.items() if axis in axes}
     between = structure.between if len(texts) > 1 else None
     signature = f"{' '.join(inputs)} -> {' '.join(outputs)}"
-    return Structure(signature, *texts, between=between, **own_sizes)
+    return Structure(signature, *texts, between=between, **sizes_here)
 
 
 def _find_dim(core: Core, axis: str) -> int | None:
@@ -165,18 +203,24 @@ def _find_dim(core: Core, axis: str) -> int | None:
 
 def _lies_inside(axes: Sequence[str], axis: str, sizes: Mapping[str, int]) -> bool:
     """Whether another axis lies around this one, so that a part of it has gaps."""
-    return axis in axes and prod(sizes[name] for name in axes[: axes.index(axis)]) > 1
+    if axis not in axes:
+        return False
+    outer_axes = axes[: axes.index(axis)]
+    return prod(sizes[name] for name in outer_axes) > 1
 
 
 def _require_divisible(structure: Structure, axis: str, parts: int) -> None:
-    why = _find_obstacle(structure, axis, parts)
-    if not why:
+    obstacle = _find_obstacle(structure, axis, parts)
+    if not obstacle:
         return
+    advice = "none of its axes can be"
     fitting = [name for name in structure.sizes if not _find_obstacle(structure, name, parts)]
-    described = ", ".join(f"{name!r} ({_describe(structure, name)})" for name in fitting)
-    says = f"it can be cut along {described}" if fitting else "none of its axes can be"
+    if fitting:
+        described = ", ".join(f"{name!r} ({_describe(structure, name)})" for name in fitting)
+        advice = f"it can be cut along {described}"
     raise ValueError(
-        f"axis={axis!r} cannot be divided over {parts} processes: {why}; {says}: {structure!r}"
+        f"axis={axis!r} cannot be divided over {parts} processes: {obstacle}; {advice}: "
+        f"{structure!r}"
     )
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from inspect import isfunction
-from math import prod
+from math import gcd, prod
 from numbers import Integral
 from typing import Any
 
@@ -94,9 +94,12 @@ class Family(ABC):
         >>> BTT(rank=4).label, BTT(rank=2, cores=3).label, Kronecker().label
         ('BTT(rank=4)', 'BTT(rank=2, cores=3)', 'Kronecker()')
         """
-        shown = [f for f in fields(self) if f.name != "cores" or getattr(self, f.name) != f.default]
-        values = ", ".join(f"{f.name}={getattr(self, f.name)}" for f in shown)
-        return f"{type(self).__name__}({values})"
+        options = []
+        for option in fields(self):
+            value = getattr(self, option.name)
+            if option.name != "cores" or value != option.default:
+                options.append(f"{option.name}={value}")
+        return f"{type(self).__name__}({', '.join(options)})"
 
 
 def _make_plain(value: Any) -> Any:
@@ -168,7 +171,8 @@ class Kronecker(Family):
     """
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        (g, d), (a, b) = factorise(in_features, 2), factorise(out_features, 2)
+        g, d = factorise(in_features, 2)
+        a, b = factorise(out_features, 2)
         return Structure(
             "g d -> a b",
             "b d",  # R
@@ -199,11 +203,19 @@ class TT(Family):
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         c = self.cores
-        j, i = factorise(in_features, c), factorise(out_features, c)
-        bounds = [min(prod(i[:t]) * prod(j[:t]), prod(i[t:]) * prod(j[t:])) for t in range(1, c)]
+        j = factorise(in_features, c)
+        i = factorise(out_features, c)
+        # At bond t, W's entries are a matrix: its rows are (i_1 j_1 .. i_t j_t), its columns the
+        # other axes. No rank above its smaller side says more.
+        bounds = []
+        for t in range(1, c):
+            rows = prod(i[:t]) * prod(j[:t])
+            columns = prod(i[t:]) * prod(j[t:])
+            bounds.append(min(rows, columns))
         sizes = _tt_sizes(self.rank, bounds, i, j)
         cores = [_tt_core(t, c) for t in range(c, 0, -1)]
-        inputs, outputs = (" ".join(f"{axis}{t}" for t in range(1, c + 1)) for axis in "ji")
+        inputs = " ".join(f"j{t}" for t in range(1, c + 1))
+        outputs = " ".join(f"i{t}" for t in range(1, c + 1))
         return Structure(f"{inputs} -> {outputs}", *cores, **sizes)
 
 
@@ -243,9 +255,8 @@ class Monarch(Family):
                 r=q, k=b // q, p=p, q=q, s=s,
             )  # fmt: skip
         middle = min(in_features, out_features)
-        fits = [
-            n for n in divisors(in_features) if out_features % n == 0 and _regroups(n, middle // n)
-        ]
+        common_divisors = divisors(gcd(in_features, out_features))
+        fits = [n for n in common_divisors if _regroups(n, middle // n)]
         raise ValueError(
             f"blocks={b} does not regroup a middle of {middle} = {b} x {q}: "
             f"{b} must divide {q} or be a multiple of it; {name_nearest(b, fits)}"
@@ -278,13 +289,18 @@ class BTT(Family):
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         c = self.cores
-        j, i = factorise(in_features, c), factorise(out_features, c)[::-1]
+        j = factorise(in_features, c)
+        i = factorise(out_features, c)[::-1]
+        # A block of bond t is a matrix (i_1 .. i_t) x (j_(t+1) .. j_c), one for each of the other
+        # axes. No rank above its smaller side says more.
         bounds = [min(prod(i[:t]), prod(j[t:])) for t in range(1, c)]
         sizes = _tt_sizes(self.rank, bounds, i, j)
         cores = []
         for t in range(c, 0, -1):
-            batch = [*(f"i{u}" for u in range(c, t, -1)), *(f"j{u}" for u in range(1, t))]
-            cores.append(" ".join([*batch, _tt_core(t, c)]))
+            axes = [f"i{u}" for u in range(c, t, -1)]
+            axes += [f"j{u}" for u in range(1, t)]
+            axes.append(_tt_core(t, c))
+            cores.append(" ".join(axes))
         inputs = " ".join(f"j{t}" for t in range(1, c + 1))
         outputs = " ".join(f"i{t}" for t in range(c, 0, -1))
         return Structure(f"{inputs} -> {outputs}", *cores, **sizes)
@@ -336,16 +352,16 @@ class Split(Family):
     def structure(self, in_features: int, out_features: int) -> Structure:
         if out_features % self.split:
             raise ValueError(f"split={self.split} does not divide out_features={out_features}")
-        each = self.of.structure(in_features, out_features // self.split)
-        if each.out_features * self.split != out_features:
+        outputs_of_one = out_features // self.split
+        matrix = self.of.structure(in_features, outputs_of_one)
+        if matrix.out_features != outputs_of_one:
             raise ValueError(
-                f"{self.of.label} pads {out_features // self.split} outputs to "
-                f"{each.out_features}: no stack"
+                f"{self.of.label} pads {outputs_of_one} outputs to {matrix.out_features}: no stack"
             )
-        inputs, outputs = " ".join(each.inputs), " ".join(each.outputs)
-        cores = [f"part {core}" for core in each.subscripts]
-        sizes = {**each.sizes, "part": self.split}
-        return Structure(f"{inputs} -> part {outputs}", *cores, between=each.between, **sizes)
+        signature = f"{' '.join(matrix.inputs)} -> part {' '.join(matrix.outputs)}"
+        cores = [f"part {core}" for core in matrix.subscripts]
+        sizes = {**matrix.sizes, "part": self.split}
+        return Structure(signature, *cores, between=matrix.between, **sizes)
 
     @property
     def label(self) -> str:
@@ -390,20 +406,19 @@ def family(name: str, **options: Any) -> Family:
     if not isinstance(name, str) or name.lower() not in FAMILIES:
         raise ValueError(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}")
     cls = FAMILIES[name.lower()]
-    known = [field.name for field in fields(cls)]
-    missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in options]
-    if missing:
-        raise ValueError(f"{cls.__name__} needs {missing[0]}=")
-    for option, value in options.items():
-        if option not in known:
+    for option in fields(cls):
+        if option.default is MISSING and option.name not in options:
+            raise ValueError(f"{cls.__name__} needs {option.name}=")
+    names = [option.name for option in fields(cls)]
+    for key, value in options.items():
+        if key not in names:
             raise ValueError(
-                f"{cls.__name__} has no option {option!r} (got {option}={value!r}); it has {known}"
+                f"{cls.__name__} has no option {key!r} (got {key}={value!r}); it has {names}"
             )
-    nested = {
-        option: family(**value) if isinstance(value, Mapping) and "name" in value else value
-        for option, value in options.items()
-    }
-    return cls(**nested)
+    for key, value in options.items():
+        if isinstance(value, Mapping) and "name" in value:
+            options[key] = family(**value)
+    return cls(**options)
 
 
 def structure_of(structure: Family | Structure, in_features: int, out_features: int) -> Structure:
@@ -414,46 +429,50 @@ def structure_of(structure: Family | Structure, in_features: int, out_features: 
         ValueError: the family does not fit; the `Structure` is smaller than the layer.
         TypeError: a family gives no `Structure`.
     """
-    found = structure
+    declared = structure
     if isinstance(structure, Family):
-        found = structure.structure(in_features, out_features)
-    if not isinstance(found, Structure):
-        raise TypeError(f"{label(structure)} gives a {type(found).__name__}, not a Structure")
+        declared = structure.structure(in_features, out_features)
+    if not isinstance(declared, Structure):
+        raise TypeError(f"{label(structure)} gives a {type(declared).__name__}, not a Structure")
     for side, width, size in (
-        ("in_features", in_features, found.in_features),
-        ("out_features", out_features, found.out_features),
+        ("in_features", in_features, declared.in_features),
+        ("out_features", out_features, declared.out_features),
     ):
         if size < width:
-            raise ValueError(f"{side}={width} is larger than the structure's {size}: {found!r}")
-    return found
+            raise ValueError(f"{side}={width} is larger than the structure's {size}: {declared!r}")
+    return declared
 
 
 def warn_of_padding(
-    structure: Family | Structure, found: Structure, in_features: int, out_features: int
+    structure: Family | Structure, padded: Structure, in_features: int, out_features: int
 ) -> None:
-    if text := explain_padding(structure, found, in_features, out_features):
+    if text := explain_padding(structure, padded, in_features, out_features):
         warn(f"{label(structure)}: {text}")
 
 
 def explain_padding(
-    structure: Family | Structure, found: Structure, in_features: int, out_features: int
+    structure: Family | Structure, padded: Structure, in_features: int, out_features: int
 ) -> str:
-    """What `found`, the structure of a layer, pads by more than `MAX_PADDING`, and what would pad
+    """What `padded`, the structure of a layer, pads by more than `MAX_PADDING`, and what would pad
     less; empty if it pads nothing so much.
 
     >>> explain_padding(BTT(), BTT().structure(13, 64), 13, 64)
     'in_features=13 is padded to 15, by 15.4%; 12 and 14 fit'
     """
-    widths, sizes = (in_features, out_features), (found.in_features, found.out_features)
+    widths = {"in_features": in_features, "out_features": out_features}
     texts = []
-    for n, side in enumerate(("in_features", "out_features")):
-        width, size = widths[n], sizes[n]
+    for side, width in widths.items():
+        size = getattr(padded, side)
         if size <= width * (1 + MAX_PADDING):
             continue
-        says = f"{side}={width} is padded to {size}, by {100 * (size / width - 1):.1f}%"
-        if isinstance(structure, Family) and (fits := _find_fitting(structure, widths, n, size)):
-            says += f"; {' and '.join(map(str, fits))} fit{'s' * (len(fits) == 1)}"
-        texts.append(says)
+        text = f"{side}={width} is padded to {size}, by {100 * (size / width - 1):.1f}%"
+        fits = []
+        if isinstance(structure, Family):
+            fits = _find_fitting(structure, widths, side, size)
+        if fits:
+            verb = "fits" if len(fits) == 1 else "fit"
+            text += f"; {' and '.join(map(str, fits))} {verb}"
+        texts.append(text)
     if texts and isinstance(structure, Structure):
         texts.append(
             f"take a family such as {DEFAULT.label}, which factors each width, or a Structure of "
@@ -462,20 +481,25 @@ def explain_padding(
     return "; ".join(texts)
 
 
-def _find_fitting(family: Family, widths: tuple[int, int], n: int, size: int) -> list[int]:
-    """The nearest sizes of the n-th width, below it and above, that `family` does not pad."""
+def _find_fitting(family: Family, widths: Mapping[str, int], side: str, size: int) -> list[int]:
+    """The nearest widths of one side, below its own and above, that `family` does not pad."""
 
     def fits(width: int) -> bool:
-        pair = (width, widths[1]) if n == 0 else (widths[0], width)
         try:
-            found = family.structure(*pair)
+            trial = {**widths, side: width}
+            structure = family.structure(trial["in_features"], trial["out_features"])
         except ValueError:
             return False
-        return width == (found.in_features, found.out_features)[n]
+        features: int = getattr(structure, side)
+        return features == width
 
-    width = widths[n]
-    sides = range(width - 1, width // 2, -1), range(width + 1, size + 1)
-    return [near for side in sides for near in [next(filter(fits, side), None)] if near]
+    width = widths[side]
+    fitting = []
+    for candidates in (range(width - 1, width // 2, -1), range(width + 1, size + 1)):
+        nearest = next(filter(fits, candidates), None)
+        if nearest is not None:
+            fitting.append(nearest)
+    return fitting
 
 
 def label(structure: Family | Structure) -> str:
@@ -502,8 +526,12 @@ def _check_bonds(rank: int | tuple[int, ...], cores: int) -> None:
 
 def _tt_core(t: int, c: int) -> str:
     """Axes of core t of c: the bonds r_0 and r_c are 1 and left out."""
-    left, right = [f"r{t - 1}"] if t > 1 else [], [f"r{t}"] if t < c else []
-    return " ".join([*left, f"i{t}", f"j{t}", *right])
+    axes = [f"i{t}", f"j{t}"]
+    if t > 1:
+        axes.insert(0, f"r{t - 1}")
+    if t < c:
+        axes.append(f"r{t}")
+    return " ".join(axes)
 
 
 def _tt_sizes(
@@ -515,11 +543,11 @@ def _tt_sizes(
         require_bounded("rank", rank, min(bounds), "min over the bonds")
     for t, (value, bound) in enumerate(zip(ranks, bounds, strict=True), start=1):
         require_bounded(f"rank[{t - 1}]", value, bound, f"of bond {t}")
-    return {
-        **{f"i{t}": size for t, size in enumerate(i, start=1)},
-        **{f"j{t}": size for t, size in enumerate(j, start=1)},
-        **{f"r{t}": size for t, size in enumerate(ranks, start=1)},
-    }
+    sizes = {}
+    for letter, factors in (("i", i), ("j", j), ("r", ranks)):
+        for t, size in enumerate(factors, start=1):
+            sizes[f"{letter}{t}"] = size
+    return sizes
 
 
 DEFAULT: Family = BTT()

@@ -10,9 +10,9 @@ from .structure import Structure, derive_cores
 MOST_CORES = 5  # whose 120 orders are tried
 
 
-def warn_of_order(structure: Family | Structure, found: Structure) -> None:
-    if text := explain_order(found):
-        warn(f"{label(structure)}: {text}")
+def warn_of_order(declared: Family | Structure, structure: Structure) -> None:
+    if text := explain_order(structure):
+        warn(f"{label(declared)}: {text}")
 
 
 def explain_order(structure: Structure) -> str:
@@ -23,20 +23,24 @@ def explain_order(structure: Structure) -> str:
     >>> explain_order(Structure("j q -> i p", "i p r", "r i j", "j r q", **sizes))
     "the cores have 6.0 times dense's FLOPs in this order, 0.09 times as 'j r q', 'r i j', 'i p r'"
     """
-    if structure.density <= 1 or structure.between is not None or len(structure.cores) > MOST_CORES:
+    if structure.density <= 1:
+        return ""
+    if structure.between is not None or len(structure.cores) > MOST_CORES:
         return ""
 
     def count_flops(order: Sequence[str]) -> int:
-        axes = [core.split() for core in order]
-        cores = derive_cores([*structure.inputs], [*structure.outputs], axes, structure.sizes)
+        inputs = list(structure.inputs)
+        outputs = list(structure.outputs)
+        axes_of_cores = [core.split() for core in order]
+        cores = derive_cores(inputs, outputs, axes_of_cores, structure.sizes)
         return sum(core.flops for core in cores)
 
-    best = min(permutations(structure.subscripts), key=count_flops)
-    flops = count_flops(best)
+    cheapest_order = min(permutations(structure.subscripts), key=count_flops)
+    flops = count_flops(cheapest_order)
     if 2 * flops >= structure.flops:
         return ""
     density = structure.density * flops / structure.flops
     return (
         f"the cores have {structure.density:.1f} times dense's FLOPs in this order, {density:.2f} "
-        f"times as {', '.join(map(repr, best))}"
+        f"times as {', '.join(map(repr, cheapest_order))}"
     )

@@ -9,6 +9,7 @@ integers, and no text.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -117,8 +118,9 @@ class Program(NamedTuple):
 
 def steps_of(program: Sequence[int]) -> list[Sequence[int]]:
     """batch, repeat, fan_in and fan_out of each core."""
-    each = program[3 : 3 + 4 * program[2]]
-    return [each[at : at + 4] for at in range(0, len(each), 4)]
+    number_of_cores = program[2]
+    stop = 3 + 4 * number_of_cores
+    return [program[start : start + 4] for start in range(3, stop, 4)]
 
 
 class Matrix(NamedTuple):
@@ -194,38 +196,35 @@ class Structure:
             raise ValueError(f"signature={signature!r} needs at least one core; {SYNTAX}")
         left, right = signature.split("->")
         check_number(left.split(), right.split(), cores)
-        inputs, outputs = read_axes("signature", left), read_axes("signature", right)
-        subscripts = [read_axes(f"core {n}", core) for n, core in enumerate(cores, start=1)]
+        inputs = read_axes("signature", left)
+        outputs = read_axes("signature", right)
+        axes_of_cores = [read_axes(f"core {n}", core) for n, core in enumerate(cores, start=1)]
         check_between(between, cores)
-        check_sizes(sizes, [*inputs, *outputs, *(axis for core in subscripts for axis in core)])
+        check_sizes(sizes, [*inputs, *outputs, *chain.from_iterable(axes_of_cores)])
         sizes = {axis: int(sizes[axis]) for axis in sorted(sizes)}
-        derived = derive_cores(inputs, outputs, subscripts, sizes)
-        text = f"{' '.join(inputs)} -> {' '.join(outputs)}"
-        names = tuple(" ".join(core) for core in subscripts)
+        derived_cores = derive_cores(inputs, outputs, axes_of_cores, sizes)
+        tidy_signature = f"{' '.join(inputs)} -> {' '.join(outputs)}"
+        subscripts = tuple(" ".join(axes) for axes in axes_of_cores)
         activation = 0 if between is None else 1 + ACTIVATIONS.index(between)
-        program = _derive_program(inputs, outputs, derived, sizes, activation)
-        flops = sum(core.flops for core in derived)
+        program = _derive_program(inputs, outputs, derived_cores, sizes, activation)
+        flops = sum(core.flops for core in derived_cores)
         self.__dict__.update(
-            signature=text,
-            subscripts=names,
+            signature=tidy_signature,
+            subscripts=subscripts,
             between=between,
             sizes=MappingProxyType(sizes),
             inputs=tuple(inputs),
             outputs=tuple(outputs),
             in_features=program.in_features,
             out_features=program.out_features,
-            cores=derived,
-            params=sum(core.params for core in derived),
+            cores=derived_cores,
+            params=sum(core.params for core in derived_cores),
             flops=flops,
             density=flops / (2 * program.in_features * program.out_features),
             program=program,
-            matrix=_derive_matrix(inputs, outputs, derived, sizes),
-            plain=between is None
-            and all(step.batch == step.repeat == 1 for step in program.steps)
-            and not any(
-                move.order for move in (*(step.move for step in program.steps), program.last)
-            ),
-            _key=(text, names, tuple(sizes.items()), between),
+            matrix=_derive_matrix(inputs, outputs, derived_cores, sizes),
+            plain=between is None and _is_plain(program),
+            _key=(tidy_signature, subscripts, tuple(sizes.items()), between),
         )
 
     def activate(self, between: str | None = ACTIVATIONS[0]) -> "Structure":
@@ -247,12 +246,14 @@ class Structure:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain data (for JSON); `Structure.from_dict` is its inverse."""
-        return {
+        data = {
             "signature": self.signature,
             "cores": list(self.subscripts),
             "sizes": dict(self.sizes),
-            **({} if self.between is None else {"between": self.between}),
         }
+        if self.between is not None:
+            data["between"] = self.between
+        return data
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Structure":
@@ -264,10 +265,13 @@ class Structure:
         """
         if not isinstance(data, Mapping) or not {"signature", "cores", "sizes"} <= {*data}:
             raise ValueError(f"data={data!r} must be a dict with signature, cores and sizes")
-        signature, cores, sizes = data["signature"], data["cores"], data["sizes"]
-        known = "signature", "cores", "sizes", "between"
-        if more := sorted(map(str, {*data} - {*known})):
-            raise ValueError(f"{', '.join(more)}: a Structure has {', '.join(known)} alone")
+        signature = data["signature"]
+        cores = data["cores"]
+        sizes = data["sizes"]
+        entries = "signature", "cores", "sizes", "between"
+        unknown = sorted(map(str, {*data} - {*entries}))
+        if unknown:
+            raise ValueError(f"{', '.join(unknown)}: a Structure has {', '.join(entries)} alone")
         check_texts(signature, cores)
         if not isinstance(sizes, Mapping):
             raise ValueError(f"sizes={sizes!r} must be a mapping of axes to sizes")
@@ -301,24 +305,36 @@ def derive_cores(
     inputs: list[str], outputs: list[str], subscripts: list[list[str]], sizes: Mapping[str, int]
 ) -> tuple[Core, ...]:
     """The role of every axis of every core."""
-    read_after = [set(outputs)]  # of each core, the axes that are read after it; last core first
-    for core in reversed(subscripts[1:]):
-        read_after.append(read_after[-1] | set(core))
-    activation, cores = inputs, []
-    for n, (core, later) in enumerate(zip(subscripts, reversed(read_after), strict=True)):
-        batch = [axis for axis in core if axis in activation and axis in later]
-        fan_in = [axis for axis in core if axis in activation and axis not in later]
-        fan_out = [axis for axis in core if axis not in activation]
-        repeat = [axis for axis in activation if axis not in core]
+    axes_read_after = [set(outputs)]  # of each core; the last core comes first
+    for axes in reversed(subscripts[1:]):
+        axes_read_after.append(axes_read_after[-1] | set(axes))
+    axes_read_after.reverse()
+
+    activation = inputs
+    cores = []
+    for number, axes in enumerate(subscripts, start=1):
+        later = axes_read_after[number - 1]
+        batch = [axis for axis in axes if axis in activation and axis in later]
+        fan_in = [axis for axis in axes if axis in activation and axis not in later]
+        fan_out = [axis for axis in axes if axis not in activation]
+        repeat = [axis for axis in activation if axis not in axes]
         lost = sorted({*repeat, *fan_out} - later)
         if lost:
             raise ValueError(
-                f"axis {lost[0]!r} is never consumed: after core {n + 1} {' '.join(core)!r} no "
+                f"axis {lost[0]!r} is never consumed: after core {number} {' '.join(axes)!r} no "
                 f"core reads it and the output {' '.join(outputs)!r} does not have it"
             )
-        groups = (batch, fan_out, fan_in, repeat)
-        batch_size, rows, columns, repeats = (prod(sizes[a] for a in group) for group in groups)
-        cores.append(Core(batch_size, rows, columns, repeats, *map(tuple, groups)))
+        core = Core(
+            batch=_count(batch, sizes),
+            fan_out=_count(fan_out, sizes),
+            fan_in=_count(fan_in, sizes),
+            repeat=_count(repeat, sizes),
+            batch_axes=tuple(batch),
+            fan_out_axes=tuple(fan_out),
+            fan_in_axes=tuple(fan_in),
+            repeat_axes=tuple(repeat),
+        )
+        cores.append(core)
         activation = [*batch, *repeat, *fan_out]
     missing = [axis for axis in outputs if axis not in activation]
     if missing:
@@ -336,21 +352,48 @@ def _derive_program(
     between: int,
 ) -> Program:
     """Where each core finds its axes, and where it puts them."""
-    read = [[*core.batch_axes, TOKENS, *core.repeat_axes, *core.fan_in_axes] for core in cores]
-    made = [[*core.batch_axes, TOKENS, *core.repeat_axes, *core.fan_out_axes] for core in cores]
-    before, after = [[TOKENS, *inputs], *made], [*read, [TOKENS, *outputs]]
-    steps = [
-        Step(core.batch, core.repeat, core.fan_in, core.fan_out, move_of(lying, wanted, sizes))
-        for core, lying, wanted in zip(cores, before, read, strict=False)
-    ]
-    widths = prod(sizes[axis] for axis in inputs), prod(sizes[axis] for axis in outputs)
-    numbers = [*widths, len(steps), *(number for step in steps for number in step[:4])]
-    for lying, wanted in zip(before, after, strict=True):
-        own = [[axis for axis in axes if axis != TOKENS] for axes in (lying, wanted)]
-        move = move_of(own[0], own[1], sizes)
+    steps = []
+    moves_of_one_token = []
+    lying = [TOKENS, *inputs]
+    for core in cores:
+        # The activation lies as the core before made it, `(batch, tokens, repeat, fan_out)`. This
+        # core reads it as `(batch, tokens, repeat, fan_in)` and multiplies by its blocks,
+        # `(batch, fan_out, fan_in)`.
+        wanted = [*core.batch_axes, TOKENS, *core.repeat_axes, *core.fan_in_axes]
+        move = move_of(lying, wanted, sizes)
+        steps.append(Step(core.batch, core.repeat, core.fan_in, core.fan_out, move))
+        moves_of_one_token.append(move_of(_features(lying), _features(wanted), sizes))
+        lying = [*core.batch_axes, TOKENS, *core.repeat_axes, *core.fan_out_axes]
+    last = move_of(lying, [TOKENS, *outputs], sizes)
+    moves_of_one_token.append(move_of(_features(lying), outputs, sizes))
+
+    in_features = _count(inputs, sizes)
+    out_features = _count(outputs, sizes)
+    numbers = [in_features, out_features, len(steps)]
+    for step in steps:
+        numbers += [step.batch, step.repeat, step.fan_in, step.fan_out]
+    for move in moves_of_one_token:
         numbers += [len(move.sizes), *move.sizes, *move.order]
-    last, numbers = move_of(before[-1], after[-1], sizes), [*numbers, between]
-    return Program(tuple(steps), last, *widths, tuple(numbers), between=between)
+    numbers.append(between)
+    return Program(tuple(steps), last, in_features, out_features, tuple(numbers), between=between)
+
+
+def _is_plain(program: Program) -> bool:
+    """Whether every core is one matrix, and no activation moves."""
+    for step in program.steps:
+        if step.batch != 1 or step.repeat != 1 or step.move.order:
+            return False
+    return not program.last.order
+
+
+def _features(axes: Sequence[str]) -> list[str]:
+    """The axes of one token."""
+    return [axis for axis in axes if axis != TOKENS]
+
+
+def _count(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
+    """How many entries there are over these axes."""
+    return prod(sizes[axis] for axis in axes)
 
 
 def move_of(lying: Sequence[str], wanted: Sequence[str], sizes: Mapping[str, int]) -> Move:
@@ -365,24 +408,30 @@ def move_of(lying: Sequence[str], wanted: Sequence[str], sizes: Mapping[str, int
             runs.append([axis])
     if len(runs) == 1:
         return Move((), ())
-    lie = sorted(runs, key=lambda run: lying.index(run[0]))
-    size = tuple(-1 if TOKENS in run else prod(sizes[axis] for axis in run) for run in lie)
-    return Move(size, tuple(lie.index(run) for run in runs))
+    runs_as_they_lie = sorted(runs, key=lambda run: lying.index(run[0]))
+    sizes_of_runs = [-1 if TOKENS in run else _count(run, sizes) for run in runs_as_they_lie]
+    order = [runs_as_they_lie.index(run) for run in runs]
+    return Move(tuple(sizes_of_runs), tuple(order))
 
 
 def _derive_matrix(
     inputs: Sequence[str], outputs: Sequence[str], cores: Sequence[Core], sizes: Mapping[str, int]
 ) -> Matrix:
     """An axis that x and y share has a second number on the side of x: W is diagonal there."""
-    number = {axis: n for n, axis in enumerate(sizes)}
-    shared = [axis for axis in inputs if axis in outputs]
-    column = number | {axis: len(sizes) + n for n, axis in enumerate(shared)}
-    return Matrix(
-        tuple(tuple(sizes[axis] for axis in core.axes) for core in cores),
-        tuple(sizes[axis] for axis in shared),
-        (
-            *(tuple(number[axis] for axis in core.axes) for core in cores),
-            *((number[axis], column[axis]) for axis in shared),
-        ),
-        (*(number[axis] for axis in outputs), *(column[axis] for axis in inputs)),
-    )
+    shared_axes = [axis for axis in inputs if axis in outputs]
+    row_numbers = {axis: n for n, axis in enumerate(sizes)}
+    column_numbers = dict(row_numbers)
+    for n, axis in enumerate(shared_axes, start=len(sizes)):
+        column_numbers[axis] = n
+
+    shapes = []
+    numbers = []
+    for core in cores:
+        shapes.append(tuple(sizes[axis] for axis in core.axes))
+        numbers.append(tuple(row_numbers[axis] for axis in core.axes))
+    for axis in shared_axes:
+        numbers.append((row_numbers[axis], column_numbers[axis]))
+    identities = [sizes[axis] for axis in shared_axes]
+    result = [row_numbers[axis] for axis in outputs]
+    result += [column_numbers[axis] for axis in inputs]
+    return Matrix(tuple(shapes), tuple(identities), tuple(numbers), tuple(result))

@@ -20,16 +20,23 @@ def factorise(width: int, factors: int) -> tuple[int, ...]:
     >>> factorise(20, 2), factorise(30, 2), factorise(1024, 3), factorise(50257, 2), factorise(7, 2)
     ((4, 5), (5, 6), (8, 8, 16), (192, 264), (2, 4))
     """
-    even = _most_even(width, factors)
-    if even[-1] <= 4 * even[0]:
-        return even
+    ascending = _most_even(width, factors)
+    if ascending[-1] <= 4 * ascending[0]:
+        return ascending
+    # Each factor is `align` times a factor of `quotient`, so the width becomes the first product
+    # align**factors * quotient, from `width` on, whose factors are even enough.
     align = 8 if width >= 32**factors else 1
-    quotient = -(-width // align**factors)
+    quotient = ceil_divide(width, align**factors)
     while True:
-        even = _most_even(quotient, factors)
-        if even[-1] <= 2 * even[0]:
-            return tuple(align * factor for factor in even)
+        ascending = _most_even(quotient, factors)
+        if ascending[-1] <= 2 * ascending[0]:
+            return tuple(align * factor for factor in ascending)
         quotient += 1
+
+
+def ceil_divide(number: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // divisor)
 
 
 def _most_even(n: int, factors: int, smallest: int = 1) -> tuple[int, ...]:
@@ -38,20 +45,22 @@ def _most_even(n: int, factors: int, smallest: int = 1) -> tuple[int, ...]:
     if factors == 1:
         return (n,)
     best: tuple[int, ...] = ()
-    largest = round(n ** (1 / factors)) + 1
-    for first in range(min(largest, n), smallest - 1, -1):
-        if n % first == 0 and first**factors <= n:
-            rest = _most_even(n // first, factors - 1, first)
-            if rest and (not best or first + sum(rest) < sum(best)):
-                best = (first, *rest)
-            if factors == 2:
-                break
+    largest = round(n ** (1 / factors)) + 1  # the root may be rounded down
+    for factor in range(min(largest, n), smallest - 1, -1):
+        if n % factor != 0 or factor**factors > n:
+            continue
+        larger_factors = _most_even(n // factor, factors - 1, factor)
+        if larger_factors and (not best or factor + sum(larger_factors) < sum(best)):
+            best = (factor, *larger_factors)
+        if factors == 2:
+            break  # of two factors, the largest first one has the least sum
     return best
 
 
 def divisors(n: int) -> list[int]:
-    small = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
-    return sorted({*small, *(n // k for k in small)})
+    up_to_root = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
+    from_root_on = [n // k for k in up_to_root]
+    return sorted({*up_to_root, *from_root_on})
 
 
 @checked
@@ -72,6 +81,9 @@ def divide(in_features: int, out_features: int, blocks: int) -> tuple[int, int]:
 
 
 def name_nearest(value: int, fits: list[int]) -> str:
-    low, high = [n for n in fits if n < value], [n for n in fits if n > value]
-    names = [str(n) for n in [*low[-1:], *high[:1]]]
-    return f"the nearest that {'do are' if len(names) == 2 else 'does is'} {' and '.join(names)}"
+    """The nearest of `fits`, which ascend, below `value` and above."""
+    below = [n for n in fits if n < value]
+    above = [n for n in fits if n > value]
+    nearest = [*below[-1:], *above[:1]]
+    verbs = "do are" if len(nearest) == 2 else "does is"
+    return f"the nearest that {verbs} {' and '.join(map(str, nearest))}"

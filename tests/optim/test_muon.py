@@ -11,8 +11,8 @@ from structlin import (
     LowRank,
     StructuredLinear,
     convert,
-    dualize,
     param_groups,
+    polar_factor,
 )
 from structlin.duality import Polar, choose_polar
 from structlin.optim import Muon
@@ -411,7 +411,7 @@ def test_a_polar_factor_with_an_impossible_norm_is_an_error_before_anything_has_
         ({"lr": torch.ones(2)}, r"lr=tensor\(\[1\., 1\.\]\): a Tensor lr must be 1-element"),
         ({"momentum": 1.0}, r"momentum=1\.0"),
         ({"method": [(1, 2)]}, r"method=\[\(1, 2\)\] is no schedule"),
-        ({"method": dualize}, "method=<function dualize .* is no schedule"),
+        ({"method": polar_factor}, "method=<function polar_factor .* is no schedule"),
         ({"method": "muon"}, "method='muon' is unknown"),
         ({"adjust_lr_fn": "mup"}, "adjust_lr_fn='mup' is unknown"),
         ({"nonfinite": "warn"}, "nonfinite='warn'"),

@@ -93,8 +93,10 @@ def find_shipped() -> Path | None:
 
 def find_variants() -> list[str]:
     """The `VARIANTS` whose instructions this CPU has, the best first."""
-    found = set(describe_cpu().split())
-    return [name for name, variant in VARIANTS.items() if found.issuperset(variant.needs.split())]
+    features = set(describe_cpu().split())
+    return [
+        name for name, variant in VARIANTS.items() if features.issuperset(variant.needs.split())
+    ]
 
 
 def build_variants(folder: Path) -> list[Path]:
@@ -164,20 +166,20 @@ def find_compiler() -> list[str]:
 
 
 def _compile(command: Sequence[str], folder: Path, stem: str) -> Path:
-    made = folder / f".{stem}-{os.getpid()}.so"  # aside, for others read what has its last name
+    library = folder / f".{stem}-{os.getpid()}.so"  # aside, for others read what has its last name
     torch_folder = Path(torch.__file__).parent
-    options = [f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(made)]
+    options = [f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(library)]
     try:
         _run([*command, *options, f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"])
-        made.chmod(0o700)
-        return made.replace(folder / f"{stem}-{_hash(made.read_bytes())}.so")
+        library.chmod(0o700)
+        return library.replace(folder / f"{stem}-{_hash(library.read_bytes())}.so")
     except subprocess.CalledProcessError as error:
         lines = error.stderr.splitlines()
         reason = next((line for line in lines if "error" in line.lower()), error.stderr)
         program = Path(command[0]).name
         raise RuntimeError(f"{program} cannot build the engine: {reason}") from error
     finally:
-        made.unlink(missing_ok=True)
+        library.unlink(missing_ok=True)
 
 
 def _run(command: Sequence[str]) -> str:
@@ -204,14 +206,16 @@ def _require_private(path: Path) -> None:
     and the folders above. In a sticky folder, such as /tmp, nobody can replace what is another's.
     """
     trusted = os.getuid(), 0, os.stat("/").st_uid  # in a container / may be nobody's
-    for part in (path, *path.parents):
-        found = part.lstat()
-        others = 0o002 if found.st_gid == found.st_uid else 0o022  # or the group is the user's own
-        sticky = part != path and found.st_mode & stat.S_ISVTX
-        if found.st_uid not in trusted or (found.st_mode & others and not sticky):
+    for place in (path, *path.parents):
+        status = place.lstat()
+        # whose right to write lets another user in; the group may be the user's own
+        others = 0o002 if status.st_gid == status.st_uid else 0o022
+        is_sticky_parent = place != path and status.st_mode & stat.S_ISVTX
+        others_write = status.st_mode & others and not is_sticky_parent
+        if status.st_uid not in trusted or others_write:
             raise PermissionError(
-                f"{part} is not trusted, for another user can change it (owner "
-                f"{found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}): chmod go-w it"
+                f"{place} is not trusted, for another user can change it (owner "
+                f"{status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}): chmod go-w it"
             )
 
 
