@@ -23,9 +23,9 @@ COLOURS = 64  # of a kept picture: a third of the bytes
 
 def save_picture(figure: Figure, path: Path) -> None:
     """Write a PNG with a palette of `COLOURS` colours."""
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png", dpi=90)
-    Image.open(drawn).convert("RGB").quantize(COLOURS).save(path, optimize=True)
+    png = BytesIO()
+    figure.savefig(png, format="png", dpi=90)
+    Image.open(png).convert("RGB").quantize(COLOURS).save(path, optimize=True)
 
 
 def panels(

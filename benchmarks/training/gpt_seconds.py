@@ -30,7 +30,7 @@ from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,7 @@ from benchmarks.compression.smollm2 import pretrained, require
 from benchmarks.harness import figures, models, report, training
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, climb, combinations
 from benchmarks.harness.statistics import log_loss, select, values
-from benchmarks.harness.tasks import Characters, Images
+from benchmarks.harness.tasks import Batch, Characters, Images
 from benchmarks.harness.timing import interleaved, ratio, wall
 from structlin import BTT, Dense
 
@@ -80,11 +80,17 @@ class Fashion(Images):
     """Fashion-MNIST, by its own division, in 16 patches of 7 x 7 pixels."""
 
     def __init__(self, seed: int, path: None, **sizes: int) -> None:
-        parts = [vision.read_fashion(name) for name in ("train", "t10k")]
-        if parts[0] is None or parts[1] is None:
-            raise SystemExit("Fashion-MNIST is not here: apt-get install dataset-fashion-mnist")
-        train, held = ((part[0].float().unsqueeze(1), part[1]) for part in parts if part)
+        train = self.read("train")
+        held = self.read("t10k")
         super().__init__(seed, train, held, patch=7, **sizes)
+
+    def read(self, name: str) -> Batch:
+        """Images (N, 1, 28, 28) and labels of a part of the data."""
+        batch = vision.read_fashion(name)
+        if batch is None:
+            raise SystemExit("Fashion-MNIST is not here: apt-get install dataset-fashion-mnist")
+        images, labels = batch
+        return images.float().unsqueeze(1), labels
 
 
 Task = Characters | Fashion
@@ -130,9 +136,9 @@ KINDS = {"dense": None, "BTT r=4": (4, 4), "BTT r=2": (2, 4)}  # ranks in MLPs a
 
 
 def make_task(setup: str, seed: int, sizes: Row) -> Task:
-    source, task = SETUPS[setup].source, SETUPS[setup].task
+    source = SETUPS[setup].source
     path = None if source is None else require(source)
-    return read_task(task, path=path, seed=seed, **sizes)
+    return read_task(SETUPS[setup].task, path=path, seed=seed, **sizes)
 
 
 @cache
@@ -142,18 +148,33 @@ def read_task(task: type[Task], path: Path | None, seed: int, **sizes: int) -> T
 
 def build(setup: str, kind: str, width: int, seed: int, sizes: Row, device: str) -> nn.Module:
     """A model of the FLOPs of dense at `width`, at most."""
-    task, ranks, start = make_task(setup, seed, sizes), KINDS[kind], SETUPS[setup]
+    task = make_task(setup, seed, sizes)
+    start = SETUPS[setup]
+    ranks = KINDS[kind]
     if ranks is None:
-        return models.build(task, width, None if start.zero else Dense(), seed, device, **PLAIN)
-    mlp, attention = (BTT(rank=rank) for rank in ranks)
-    options = {"overrides": {"*attn*": attention}}
+        dense = None if start.zero else Dense()
+        return models.build(task, width, dense, seed, device, **PLAIN)
+
+    mlp_rank, attention_rank = ranks
+    mlp = BTT(rank=mlp_rank).activate()
+    options = {"overrides": {"*attn*": BTT(rank=attention_rank)}}
     with torch.device("meta"):
-        own = structlin.widen(
-            task.model, mlp.activate(), dense=width, example=task.heldout[0][0][:1].to("meta"),
-            multiple=models.HEAD, **options,
-        ).width  # fmt: skip
+        wider = structlin.widen(
+            task.model,
+            mlp,
+            dense=width,
+            example=first_input(task).to("meta"),
+            multiple=models.HEAD,
+            **options,
+        )
     options |= PLAIN | {"weight_norm": start.weight_norm}
-    return models.build(task, own, mlp.activate(), seed, device, **options)
+    return models.build(task, wider.width, mlp, seed, device, **options)
+
+
+def first_input(task: Task) -> Tensor:
+    """A batch of one, of what is held out."""
+    inputs, _ = task.heldout[0]
+    return inputs[:1]
 
 
 def make_trainer(
@@ -172,21 +193,32 @@ def make_trainer(
 
 
 def train(
-    setup: str, optimizer: str, kind: str, width: int, lr: float, other_lr: float, seed: int,
+    setup: str,
+    optimizer: str,
+    kind: str,
+    width: int,
+    lr: float,
+    other_lr: float,
+    seed: int,
     **sizes: Any,
-) -> Row:  # fmt: skip
+) -> Row:
     """The held-out loss, FLOPs of a training step, parameters."""
-    task, steps = make_task(setup, seed, sizes[setup]), sizes[setup]["steps"]
+    task = make_task(setup, seed, sizes[setup])
+    steps = sizes[setup]["steps"]
     rates = {"lr": lr, "other_lr": other_lr}
     model, descent = make_trainer(setup, optimizer, kind, width, rates, seed, sizes)
-    curve = training.follow(model, descent, task, steps, max(1, min(WARM_UP, steps // 5)))
-    tokens = 3 * len(task.batch(0)[0]) * task.tokens  # backward costs twice what forward does
-    cost = structlin.cost(model, task.heldout[0][0][:1])
+    warm_up = max(1, min(WARM_UP, steps // 5))
+    curve = training.follow(model, descent, task, steps, warm_up)
+    _, final_loss = curve[-1]
+    inputs, _ = task.batch(0)
+    tokens = len(inputs) * task.tokens
+    cost = structlin.cost(model, first_input(task))
     return {
-        "loss": curve[-1][1],
+        "loss": final_loss,
         "curve": curve,
         "steps": steps,
-        "flops": tokens * (cost.flops // task.tokens),
+        # backward costs twice what forward does
+        "flops": 3 * tokens * (cost.flops // task.tokens),
         "params": cost.params,
         "own_width": model.ln_f.weight.numel(),
     }
@@ -212,8 +244,10 @@ def lacking(rows: Sequence[Row], start: tuple[Row, Sequence[str]]) -> list[Row]:
     rates, names = start
     if rows:
         rates = {name: best_of(rows)[name] for name in rates}
-    beside = [rates | {name: by * rates[name]} for name in names for by in (0.5, 2)]
-    return [each for each in (rates, *beside) if not select(rows, **each)]
+    candidates = [rates]
+    for name in names:
+        candidates += [rates | {name: step * rates[name]} for step in (0.5, 2)]
+    return [candidate for candidate in candidates if not select(rows, **candidate)]
 
 
 def best_of(rows: Sequence[Row]) -> Row:
@@ -222,25 +256,31 @@ def best_of(rows: Sequence[Row]) -> Row:
 
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     """Both rates at the width "tuned", lr at the others; all seeds at the best of each width."""
-    width, rounds = runs.sizes["tuned"], 1 if runs.options.smoke else 100
+    tuned_width = runs.sizes["tuned"]
+    rounds = 1 if runs.options.smoke else 100
     groups = [*combinations({name: axes[name] for name in WHERE[:-1]})]
-    tuned = [group | {"width": width} for group in groups]
-    starts = [
-        START | ({"lr": DUAL_LR} if group["optimizer"] != "AdamW" else {}) for group in groups
-    ]
-    names = [names_of(group["optimizer"]) for group in groups]
-    climb(runs, zip(tuned, zip(starts, names, strict=True), strict=True), lacking, [0], rounds)
-    places = [
-        (group | {"width": other}, (rates, ["lr"]))
-        for group in groups
-        for rates in [rates_of(select(runs.all(), **group, width=width))]
-        for other in axes["width"]
-        if other != width
-    ]
-    climb(runs, places, lacking, [0], rounds)
-    cells = [*tuned, *(where for where, _ in places)]
-    chosen = [where | rates_of(select(runs.all(), **where)) for where in cells]
-    runs.of(job | {"seed": seed} for job in chosen for seed in axes["seed"])
+
+    tuned_places = []
+    for group in groups:
+        start = START if group["optimizer"] == "AdamW" else START | {"lr": DUAL_LR}
+        where = group | {"width": tuned_width}
+        tuned_places.append((where, (start, names_of(group["optimizer"]))))
+    climb(runs, tuned_places, lacking, [0], rounds)
+
+    # at the other widths the search goes on from the best rates of the tuned one, along lr alone
+    other_places = []
+    for group in groups:
+        rates = rates_of(select(runs.all(), **group, width=tuned_width))
+        for width in axes["width"]:
+            if width != tuned_width:
+                other_places.append((group | {"width": width}, (rates, ["lr"])))
+    climb(runs, other_places, lacking, [0], rounds)
+
+    jobs = []
+    for where, _ in (*tuned_places, *other_places):
+        rates = rates_of(select(runs.all(), **where))
+        jobs += [where | rates | {"seed": seed} for seed in axes["seed"]]
+    runs.of(jobs)
     return runs.all()
 
 
@@ -258,35 +298,43 @@ def time_steps(setup: str, cells: Sequence[Row], sizes: Row, seconds: float) -> 
     time over the first's of the same round."""
     batch = make_task(setup, 0, sizes[setup]).batch(0)
 
-    def work(cell: Row) -> Callable[[], None]:
+    def make_work(cell: Row) -> Callable[[], None]:
         rates = dict.fromkeys(START, 1e-6)
-        model, own = make_trainer(*(cell[name] for name in WHERE), rates, 0, sizes)
-        step = training.step_of(own, partial(training.cross_entropy, model, *batch))
-        return lambda: [step() for _ in range(PERIOD)] and None
+        model, descent = make_trainer(*(cell[name] for name in WHERE), rates, 0, sizes)
+        step = training.step_of(descent, partial(training.cross_entropy, model, *batch))
 
-    works = {n: work(cell) for n, cell in enumerate(cells)}
-    for steps in works.values():
-        steps()  # warms up
+        def take_steps() -> None:
+            for _ in range(PERIOD):
+                step()
+
+        return take_steps
+
+    works = {n: make_work(cell) for n, cell in enumerate(cells)}
+    for warm_up in works.values():
+        warm_up()
     until = time.perf_counter() + seconds
     times = interleaved(works, partial(wall, device="cpu"), rounds=(3, 99), until=until)
-    return [
-        cell | {"milliseconds": 1e3 * median(times[n]) / PERIOD} | ratio(times[n], times[0])
-        for n, cell in enumerate(cells)
-    ]
+    rows = []
+    for n, cell in enumerate(cells):
+        milliseconds = 1e3 * median(times[n]) / PERIOD
+        rows.append(cell | {"milliseconds": milliseconds} | ratio(times[n], times[0]))
+    return rows
 
 
-def measure(chosen: Row, found: Row) -> Row:
+def measure(options: Row, result: Row) -> Row:
     """The time of a step of each cell, and what follows from them."""
     times: list[Row] = []
-    for setup in values(found["rows"], "setup"):
-        rows = select(found["rows"], setup=setup)
-        cells = [{name: row[name] for name in WHERE} for row in rows]
-        cells = [dict(cell) for cell in dict.fromkeys(tuple(cell.items()) for cell in cells)]
-        times += time_steps(setup, cells, chosen, chosen["timed"])
+    for setup in values(result["rows"], "setup"):
+        cells: list[Row] = []
+        for row in select(result["rows"], setup=setup):
+            cell = {name: row[name] for name in WHERE}
+            if cell not in cells:
+                cells.append(cell)
+        times += time_steps(setup, cells, options, options["timed"])
     return {
         "threads": torch.get_num_threads(),
         "times": times,
-        "table": tabulate(found["rows"], times),
+        "table": tabulate(result["rows"], times),
     }
 
 
@@ -295,26 +343,35 @@ def tabulate(rows: Sequence[Row], times: Sequence[Row]) -> list[Row]:
     and its losses over those of dense of the same FLOPs by each optimizer, and of the same
     seconds."""
     table = []
-    for each in times:
-        where = {name: each[name] for name in WHERE}
-        mine = select(rows, **where)
-        rates = rates_of(mine)
-        runs = sorted(select(mine, **rates), key=lambda row: row["seed"])
+    for time_of_step in times:
+        where = {name: time_of_step[name] for name in WHERE}
+        cell_rows = select(rows, **where)
+        rates = rates_of(cell_rows)
+        runs = sorted(select(cell_rows, **rates), key=lambda row: row["seed"])
         shared = {name: runs[0][name] for name in ("params", "flops", "steps", "own_width")}
-        spent = shared["steps"] * each["milliseconds"] / 1e3
+        seconds = shared["steps"] * time_of_step["milliseconds"] / 1e3
         losses = [row["loss"] for row in runs]
-        table.append(where | rates | shared | {"seconds": spent, "losses": losses})
+        table.append(where | rates | shared | {"seconds": seconds, "losses": losses})
     for row in table:
-        same = select(table, setup=row["setup"], kind="dense")
+        dense_rows = select(table, setup=row["setup"], kind="dense")
         row["over dense"] = {
             dense["optimizer"]: over(row["losses"], dense["losses"])
-            for dense in select(same, width=row["width"])
+            for dense in select(dense_rows, width=row["width"])
         }
-        if len({*values(same, "width")}) > 1:  # one alone is no front
-            fronts = [front(same, "seconds", seed) for seed in range(len(row["losses"]))]
-            beside = [at(each, row["seconds"]) for each in fronts]
-            row["over dense"]["seconds"] = over(row["losses"], beside)
+        if has_front(dense_rows):
+            row["over dense"]["seconds"] = over_front(row, row["seconds"], dense_rows)
     return table
+
+
+def has_front(dense_rows: Sequence[Row]) -> bool:
+    """Whether the rows are of two widths at least; one alone is no front."""
+    return len({*values(dense_rows, "width")}) > 1
+
+
+def over_front(row: Row, seconds: float, dense_rows: Sequence[Row]) -> list[float | None]:
+    """A model's losses over those of dense's front at `seconds`, seed by seed."""
+    fronts = [front(dense_rows, "seconds", seed) for seed in range(len(row["losses"]))]
+    return over(row["losses"], [at(curve, seconds) for curve in fronts])
 
 
 def over(losses: Sequence[float | None], of: Sequence[float | None]) -> list[float | None]:
@@ -322,76 +379,90 @@ def over(losses: Sequence[float | None], of: Sequence[float | None]) -> list[flo
     return [a / b if a is not None and b else None for a, b in zip(losses, of, strict=False)]
 
 
-def front(table: Sequence[Row], cost: str, seed: int) -> list[tuple[float, float]]:
+class Point(NamedTuple):
+    """A run on a front."""
+
+    cost: float
+    loss: float
+
+
+def front(table: Sequence[Row], cost: str, seed: int) -> list[Point]:
     """The cost and the loss of what neither another undercuts nor a line between two, in
     logarithms; the cheapest first, as far as the dearest goes.
 
     >>> rows = [{"flops": f, "losses": [loss]} for f, loss in ((1, 3.0), (2, 2.9), (3, 2.0))]
-    >>> front(rows, "flops", 0)
+    >>> [tuple(point) for point in front(rows, "flops", 0)]
     [(1, 3.0), (3, 2.0)]
     """
     points = sorted(
-        (row[cost], row["losses"][seed])
+        Point(row[cost], row["losses"][seed])
         for row in table
         if seed < len(row["losses"]) and row["losses"][seed] is not None
     )
-    found: list[tuple[float, float]] = []
+    # The lower convex hull in logarithms, as far as it falls: a point that is no longer below the
+    # line from the point before it to a new one leaves.
+    hull: list[Point] = []
     for point in points:
-        if found and point[1] >= found[-1][1]:
+        if hull and point.loss >= hull[-1].loss:
             continue
-        while len(found) > 1 and slope(found[-2], point) <= slope(found[-2], found[-1]):
-            found.pop()
-        found.append(point)
-    return [*found, *((last, found[-1][1]) for last, _ in points[-1:] if last > found[-1][0])]
+        while len(hull) > 1 and slope(hull[-2], point) <= slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(point)
+    if hull and points[-1].cost > hull[-1].cost:
+        hull.append(Point(points[-1].cost, hull[-1].loss))
+    return hull
 
 
-def slope(a: tuple[float, float], b: tuple[float, float]) -> float:  # in logarithms
-    return math.log(b[1] / a[1]) / math.log(b[0] / a[0])
+def slope(start: Point, end: Point) -> float:
+    """In logarithms."""
+    return math.log(end.loss / start.loss) / math.log(end.cost / start.cost)
 
 
-def at(curve: Sequence[tuple[float, float]], cost: float) -> float | None:
+def at(curve: Sequence[Point], cost: float) -> float | None:
     """The loss of a front at a cost, linear in logarithms between two points; before the first and
     beyond the last there is none.
 
-    >>> round(at([(1, 4.0), (4, 1.0)], 2), 3), at([(1, 4.0)], 8), at([(1, 4.0)], 0.5)
+    >>> start, end = Point(1, 4.0), Point(4, 1.0)
+    >>> round(at([start, end], 2), 3), at([start], 8), at([start], 0.5)
     (2.0, None, None)
     """
-    if not curve or cost < curve[0][0]:
+    if not curve or cost < curve[0].cost:
         return None
-    if len(curve) == 1 and cost == curve[0][0]:
-        return curve[0][1]
-    for (x0, y0), (x1, y1) in pairwise(curve):
-        if cost <= x1:
-            return float(y0 * (cost / x0) ** slope((x0, y0), (x1, y1)))
+    if len(curve) == 1 and cost == curve[0].cost:
+        return curve[0].loss
+    for start, end in pairwise(curve):
+        if cost <= end.cost:
+            return float(start.loss * (cost / start.cost) ** slope(start, end))
     return None
 
 
-def needed(curve: Sequence[tuple[float, float]], loss: float) -> float:
+def needed(curve: Sequence[Point], loss: float) -> float:
     """What the first point of a front at or below `loss` costs, linear in logarithms between two;
     infinite if none is.
 
-    >>> curve = [(10.0, 1.0), (1000.0, 0.25)]
+    >>> curve = [Point(10.0, 1.0), Point(1000.0, 0.25)]
     >>> round(needed(curve, 0.5)), needed(curve, 2.0), needed(curve, 0.1)
     (100, 10.0, inf)
     """
-    if curve and curve[0][1] <= loss:
-        return curve[0][0]
-    for (x0, y0), (x1, y1) in pairwise(curve):
-        if y1 <= loss:
-            return float(x0 * (loss / y0) ** (1 / slope((x0, y0), (x1, y1))))
+    if curve and curve[0].loss <= loss:
+        return curve[0].cost
+    for start, end in pairwise(curve):
+        if end.loss <= loss:
+            return float(start.cost * (loss / start.loss) ** (1 / slope(start, end)))
     return math.inf
 
 
 def sooner(table: Sequence[Row], setup: str, ours: Row) -> list[float]:
-    """Of each seed, the seconds after which `ours` reaches the loss of the widest dense model by
+    """For each seed, the seconds after which `ours` reaches the loss of the widest dense model by
     Muon, between two widths as `needed` has it, over that model's seconds."""
-    mine, found = select(table, setup=setup), list[float]()
-    dense = select(mine, kind="dense", optimizer="Muon")
+    rows = select(table, setup=setup)
+    dense = select(rows, kind="dense", optimizer="Muon")
     (goal,) = select(dense, width=max(values(dense, "width")))
+    shares = []
     for seed, loss in enumerate(goal["losses"]):
-        curve = front(select(mine, **ours), "seconds", seed)
-        found.append(needed(curve, loss) / goal["seconds"] if loss else math.inf)
-    return found
+        curve = front(select(rows, **ours), "seconds", seed)
+        shares.append(needed(curve, loss) / goal["seconds"] if loss else math.inf)
+    return shares
 
 
 # ---- the report ----------------------------------------------------------------------------------
@@ -399,31 +470,35 @@ def sooner(table: Sequence[Row], setup: str, ours: Row) -> list[float]:
 
 def rates(result: Row) -> str:
     """A table of docs/optimizers.md: the best lr of each width, and other_lr."""
-    table = sorted(result["table"], key=lambda row: row["width"])
-    table = [row for row in table if len(names_of(row["optimizer"])) > 1]  # both were tuned
     cells: dict[tuple[str, str], str] = {}
-    for row in table:
-        line = f"{row['setup']}, {row['width']}", f"{row['kind']}, {row['optimizer']}"
-        cells[line] = ", ".join(report.rate(row[name]) for name in START)
+    for row in sorted(result["table"], key=lambda row: row["width"]):
+        if has_two_rates(row):
+            place = (f"{row['setup']}, {row['width']}", name_of(row))
+            cells[place] = ", ".join(report.rate(row[name]) for name in START)
     return report.pivot(dict(sorted(cells.items())))
+
+
+def has_two_rates(row: Row) -> bool:
+    """Whether both rates were tuned."""
+    return len(names_of(row["optimizer"])) > 1
 
 
 def rate_moves(result: Row) -> float:
     """The most factors of 2 by which a best lr of that table moves over the widths."""
     moves = [0.0]
-    for mine in cells_over_widths(result).values():
-        logs = [math.log2(row["lr"]) for row in mine]
+    for rows in cells_over_widths(result).values():
+        logs = [math.log2(row["lr"]) for row in rows]
         moves.append(max(logs) - min(logs))
     return max(moves)
 
 
 def cells_over_widths(result: Row) -> dict[tuple[str, str, str], list[Row]]:
     """Data, kind and optimizer -> its rows, where both rates were tuned."""
-    found: dict[tuple[str, str, str], list[Row]] = {}
+    cells: dict[tuple[str, str, str], list[Row]] = {}
     for row in result["table"]:
-        if len(names_of(row["optimizer"])) > 1:
-            found.setdefault((row["setup"], row["kind"], row["optimizer"]), []).append(row)
-    return found
+        if has_two_rates(row):
+            cells.setdefault((row["setup"], row["kind"], row["optimizer"]), []).append(row)
+    return cells
 
 
 def fronts(result: Row) -> str:
@@ -436,8 +511,10 @@ def fronts(result: Row) -> str:
     cells = {}
     for row in table:
         line = f"{row['setup']}, {row['width']}: {row['kind']}"
-        mark = " *" * one_sided(result, row)
-        cells[line, row["optimizer"]] = f"{fmean(row['losses']):.3f} ({row['seconds']:.0f} s){mark}"
+        text = f"{fmean(row['losses']):.3f} ({row['seconds']:.0f} s)"
+        if one_sided(result, row):
+            text += " *"
+        cells[line, row["optimizer"]] = text
     return report.pivot(cells, sorted({optimizer for _, optimizer in cells}))
 
 
@@ -455,19 +532,23 @@ def one_sided(result: Row, row: Row) -> bool:
 
 def best_dense(table: Sequence[Row], row: Row) -> Row:
     """The dense model of the same data and FLOPs that has the lowest loss."""
-    same = select(table, setup=row["setup"], width=row["width"], kind="dense")
-    return min(same, key=mean_loss)
+    dense_rows = select(table, setup=row["setup"], width=row["width"], kind="dense")
+    return min(dense_rows, key=mean_loss)
 
 
 def mean_loss(row: Row) -> float:
     return math.inf if None in row["losses"] else fmean(row["losses"])
 
 
+def structured(rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["kind"] != "dense"]
+
+
 def verdicts(result: Row) -> str:
     """A table of docs/gpts.md: by how much a structured model's loss lies above dense's."""
-    table, lines = result["table"], []
-    by_name = sorted(table, key=lambda row: [row[name] for name in WHERE])
-    for row in (row for row in by_name if row["kind"] != "dense"):
+    table = result["table"]
+    lines = []
+    for row in sorted(structured(table), key=lambda row: [row[name] for name in WHERE]):
         best = best_dense(table, row)
         against_best = percents(over(row["losses"], best["losses"]))
         # what another optimizer than SOAP costs a structured model on a Xeon is not known
@@ -489,30 +570,44 @@ def verdicts(result: Row) -> str:
 def best_of_both(result: Row) -> str:
     """A table of docs/gpts.md: the best structured model beside the best dense one of its FLOPs, at
     the width of the search."""
-    at_width, lines = select(result["table"], width=result["setting"]["tuned"]), []
+    at_width = select(result["table"], width=result["setting"]["tuned"])
+    lines = []
     for setup in values(at_width, "setup"):
         rows = select(at_width, setup=setup)
-        ours = min((row for row in rows if row["kind"] != "dense"), key=mean_loss)
+        ours = min(structured(rows), key=mean_loss)
         dense = best_dense(rows, ours)
         above = 100 * (mean_loss(ours) / mean_loss(dense) - 1)
-        seeds = percents(over(ours["losses"], dense["losses"]))
-        cells = [f"{mean_loss(row):.3f} ({name_of(row)})" for row in (dense, ours)]
-        cells += [f"{above:+.1f} % ({seeds})", f"{ours['seconds'] / dense['seconds']:.2f}"]
-        lines.append([setup, *cells])
+        above_by_seed = percents(over(ours["losses"], dense["losses"]))
+        lines.append(
+            [
+                setup,
+                f"{mean_loss(dense):.3f} ({name_of(dense)})",
+                f"{mean_loss(ours):.3f} ({name_of(ours)})",
+                f"{above:+.1f} % ({above_by_seed})",
+                f"{ours['seconds'] / dense['seconds']:.2f}",
+            ]
+        )
     titles = ["best dense", "best structured", "loss above dense's (by seed)", "seconds / dense's"]
     return report.table(["", *titles], lines)
 
 
 def adamw_of_both(result: Row) -> str:
     """A table of docs/gpts.md: a structured model beside dense, both by AdamW."""
-    rows, lines = select(result["table"], optimizer="AdamW"), []
-    for ours in (row for row in rows if row["kind"] != "dense"):
+    rows = select(result["table"], optimizer="AdamW")
+    lines = []
+    for ours in structured(rows):
         (dense,) = select(rows, setup=ours["setup"], width=ours["width"], kind="dense")
-        lr = " and ".join(dict.fromkeys(report.rate(row["lr"]) for row in (dense, ours)))
-        cells = [lr, f"{mean_loss(dense):.3f}", f"{mean_loss(ours):.3f}"]
-        cells.append(f"{percents(ours['over dense']['AdamW'])} %")
-        cells.append(f"{ours['seconds'] / dense['seconds']:.2f}")
-        lines.append([ours["setup"], *cells])
+        rates = dict.fromkeys(report.rate(row["lr"]) for row in (dense, ours))
+        lines.append(
+            [
+                ours["setup"],
+                " and ".join(rates),
+                f"{mean_loss(dense):.3f}",
+                f"{mean_loss(ours):.3f}",
+                f"{percents(ours['over dense']['AdamW'])} %",
+                f"{ours['seconds'] / dense['seconds']:.2f}",
+            ]
+        )
     titles = ["best rates", "dense", "BTT r=4", "loss above dense's, by seed", "seconds / dense's"]
     return report.table(["", *titles], lines)
 
@@ -520,8 +615,9 @@ def adamw_of_both(result: Row) -> str:
 def searched(result: Row) -> str:
     """A table of docs/gpts.md: at the width of the search the rates that were tried, and parameters
     in millions."""
-    width, cells = result["setting"]["tuned"], {}
-    for row in sorted(select(result["table"], width=width), key=name_of):
+    at_width = select(result["table"], width=result["setting"]["tuned"])
+    cells = {}
+    for row in sorted(at_width, key=name_of):
         runs = select(result["rows"], seed=0, **{name: row[name] for name in WHERE})
         tried = {tuple(run[name] for name in START) for run in runs}
         cells[name_of(row), row["setup"]] = f"{len(tried)} ({row['params'] / 1e6:.2f} M)"
@@ -534,21 +630,22 @@ def percents(ratios: Sequence[float | None] | None) -> str:
     >>> percents([0.97, 1.02, 1.0]), percents([0.97]), percents([None]), percents(None)
     ('-3.0 to +2.0', '-3.0', '-', '')
     """
-    found = [100 * (ratio - 1) for ratio in ratios or () if ratio is not None]
-    if not ratios or len(found) < len(ratios):
-        return "-" if ratios else ""
-    return span(found, "+.1f")
+    if not ratios:
+        return ""
+    above = [100 * (ratio - 1) for ratio in ratios if ratio is not None]
+    if len(above) < len(ratios):
+        return "-"
+    return span(above, "+.1f")
 
 
 def draw(result: Row) -> figures.Figure:
     """Losses against the seconds and the FLOPs of a run, a line for each kind and optimizer."""
-    points = [
-        {"setup": row["setup"], "of": of, "line": f"{row['kind']}, {row['optimizer']}"}
-        | {"spent": row[of] * (row["steps"] if of == "FLOPs" else 1), "loss": loss}
-        for row in ({**row, "FLOPs": row["flops"]} for row in result["table"])
-        for of in ("seconds", "FLOPs")
-        for loss in row["losses"]
-    ]
+    points = []
+    for row in result["table"]:
+        costs = {"seconds": row["seconds"], "FLOPs": row["flops"] * row["steps"]}
+        for cost, spent in costs.items():
+            point = {"setup": row["setup"], "of": cost, "line": name_of(row), "spent": spent}
+            points += [point | {"loss": loss} for loss in row["losses"]]
     return figures.curves(points, "spent", panel=["setup", "of"], line=["line"], columns=2)
 
 
@@ -556,31 +653,46 @@ def numbers(result: Row) -> dict[str, str]:
     """By how many percent the losses of `OURS` lie above dense's at the width of the search and at
     a larger one; after what share of that one's seconds by Muon they are below it; what steps
     cost."""
-    found, tuned, table = {}, result["setting"]["tuned"], result["table"]
-    mine = [(prefix, row) for prefix, ours in OURS.items() for row in select(table, **ours)]
-    for prefix, row in mine:
-        wide, name = row["width"] > tuned, f"{prefix}.{NAMES[row['setup']]}"
-        for way in AGAINST[prefix] * (row["width"] >= tuned):
-            ratios = row["over dense"].get(row["optimizer"] if way == "own" else way) or [None]
-            if None not in ratios:
-                found[f"{name}_{way}{'_wide' * wide}"] = percents(ratios)
-        if wide and prefix == "gpts":
-            shares = [100 * share for share in sooner(table, row["setup"], OURS[prefix])]
-            if all(map(math.isfinite, shares)):
-                found[f"{name}_sooner"] = span(shares, ".0f")
-    by_adamw = [row["over dense"]["AdamW"] for row in table if is_structured_by_adamw(row)]
+    table = result["table"]
+    tuned_width = result["setting"]["tuned"]
+    texts = {}
+    for prefix, ours in OURS.items():
+        for row in select(table, **ours):
+            if row["width"] >= tuned_width:
+                suffix = "_wide" if row["width"] > tuned_width else ""
+                texts |= numbers_against_dense(prefix, row, suffix)
+            if row["width"] > tuned_width and prefix == "gpts":
+                shares = [100 * share for share in sooner(table, row["setup"], ours)]
+                if all(map(math.isfinite, shares)):
+                    texts[f"{prefix}.{NAMES[row['setup']]}_sooner"] = span(shares, ".0f")
     for row in select(table, **{**OURS["gpts"], "setup": "Python", "width": 128}):
-        found["gpts.characters_own_narrow"] = percents(row["over dense"].get("SOAP"))
-    if by_adamw:
-        lower = [100 * (1 - ratio) for ratios in by_adamw for ratio in ratios]
-        found["gpts.adamw_lower"] = span(lower, ".1f")
-    found["gpts.rate_moves"] = f"{2 ** rate_moves(result):.0f}"
-    shared = {"setup": "Python", "kind": "BTT r=4", "width": tuned}
-    times = [select(table, optimizer=name, **shared) for name in ("SOAP", "Muon")]
-    if all(times):
-        soap, muon = (rows[0]["seconds"] for rows in times)
-        found["gpts.soap_step"] = f"{100 * (soap / muon - 1):.0f}"
-    return found
+        texts["gpts.characters_own_narrow"] = percents(row["over dense"].get("SOAP"))
+
+    lower_by_adamw = []
+    for row in filter(is_structured_by_adamw, table):
+        lower_by_adamw += [100 * (1 - ratio) for ratio in row["over dense"]["AdamW"]]
+    if lower_by_adamw:
+        texts["gpts.adamw_lower"] = span(lower_by_adamw, ".1f")
+    texts["gpts.rate_moves"] = f"{2 ** rate_moves(result):.0f}"
+
+    shared = {"setup": "Python", "kind": "BTT r=4", "width": tuned_width}
+    soap_rows = select(table, optimizer="SOAP", **shared)
+    muon_rows = select(table, optimizer="Muon", **shared)
+    if soap_rows and muon_rows:
+        ratio_of_seconds = soap_rows[0]["seconds"] / muon_rows[0]["seconds"]
+        texts["gpts.soap_step"] = f"{100 * (ratio_of_seconds - 1):.0f}"
+    return texts
+
+
+def numbers_against_dense(prefix: str, row: Row, suffix: str) -> dict[str, str]:
+    """By how many percent a row's losses lie above dense's, in each way that `AGAINST` names; a way
+    in which a seed has no number is left out."""
+    texts = {}
+    for way in AGAINST[prefix]:
+        ratios = row["over dense"].get(row["optimizer"] if way == "own" else way)
+        if ratios and None not in ratios:
+            texts[f"{prefix}.{NAMES[row['setup']]}_{way}{suffix}"] = percents(ratios)
+    return texts
 
 
 def is_structured_by_adamw(row: Row) -> bool:
@@ -589,13 +701,11 @@ def is_structured_by_adamw(row: Row) -> bool:
 
 def at_seconds_of_a_xeon(table: Sequence[Row], row: Row) -> list[float | None] | None:
     """A model's losses over those of dense of the same seconds, if all had those of `on_a_xeon`."""
-    same = select(table, setup=row["setup"], kind="dense")
-    if len({*values(same, "width")}) < 2:  # one alone is no front
+    dense_rows = select(table, setup=row["setup"], kind="dense")
+    if not has_front(dense_rows):
         return None
-    dense = on_a_xeon(same)
-    (mine,) = on_a_xeon([row])
-    fronts = [front(dense, "seconds", seed) for seed in range(len(row["losses"]))]
-    return over(row["losses"], [at(each, mine["seconds"]) for each in fronts])
+    (row_on_a_xeon,) = on_a_xeon([row])
+    return over_front(row, row_on_a_xeon["seconds"], on_a_xeon(dense_rows))
 
 
 def on_a_xeon(rows: Sequence[Row]) -> list[Row]:
@@ -609,12 +719,15 @@ def on_a_xeon(rows: Sequence[Row]) -> list[Row]:
     return scaled
 
 
-def span(found: Sequence[float], spec: str) -> str:
-    """
+def span(quantities: Sequence[float], spec: str) -> str:
+    """The least and the most, or what both are if they look alike.
+
     >>> span([1.25, 0.5, 1.0], ".1f"), span([2.0], ".0f")
     ('0.5 to 1.2', '2')
     """
-    return " to ".join(dict.fromkeys(format(each, spec) for each in (min(found), max(found))))
+    least = format(min(quantities), spec)
+    most = format(max(quantities), spec)
+    return least if least == most else f"{least} to {most}"
 
 
 def settings(**changes: int) -> dict[str, dict[str, int]]:
