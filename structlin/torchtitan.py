@@ -234,10 +234,10 @@ class Optimizers(OptimizersContainer):  # type: ignore[type-arg]
         self.optimizers = []
         parameters = []
         for part in model_parts:
-            own = OPTIMIZERS[config.name](part, **config.options)
-            _name_parameters(own, part)
-            self.optimizers.append(own)
-            for group in own.param_groups:
+            part_optimizer = OPTIMIZERS[config.name](part, **config.options)
+            _name_parameters(part_optimizer, part)
+            self.optimizers.append(part_optimizer)
+            for group in part_optimizer.param_groups:
                 parameters += group["params"]
         self._validate_params(parameters)
         self._post_init(parameters)
@@ -247,20 +247,22 @@ class Optimizers(OptimizersContainer):  # type: ignore[type-arg]
 
         torchtitan's own way leaves the names out.
         """
-        for own in self.optimizers:
-            init_optim_state(own)
-            state = _unflatten_optim_state_dict(own, state_dict)
-            for group, live_group in zip(state["param_groups"], own.param_groups, strict=True):
+        for part_optimizer in self.optimizers:
+            init_optim_state(part_optimizer)
+            state = _unflatten_optim_state_dict(part_optimizer, state_dict)
+            for group, live_group in zip(
+                state["param_groups"], part_optimizer.param_groups, strict=True
+            ):
                 group["param_names"] = live_group["param_names"]
-            own.load_state_dict(state)
+            part_optimizer.load_state_dict(state)
 
 
-def _name_parameters(own: torch.optim.Optimizer, model: nn.Module) -> None:
+def _name_parameters(part_optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Write into each group the names that torchtitan's checkpoints have for its parameters."""
     names = {}
     for name, parameter in model.named_parameters():
         names[parameter] = canonical_fqn(name)
-    for group in own.param_groups:
+    for group in part_optimizer.param_groups:
         group["param_names"] = [names[parameter] for parameter in group["params"]]
 
 

@@ -403,7 +403,7 @@ def compare(table: Sequence[Row]) -> list[Row]:
         dense = front_of(table, len(row["losses"]), kind="dense", **line)
         if row["budget"] not in dense:
             continue
-        pairs = zip(row["losses"], dense[row["budget"]], strict=False)  # the seeds of both
+        pairs = zip(row["losses"], dense[row["budget"]], strict=False)  # dense may have more
         compared = line | {"kind": row["kind"], "budget": row["budget"]}
         compared["above"] = [100 * (loss / other - 1) for loss, other in pairs]
         if len(dense) > 1:
@@ -439,17 +439,18 @@ def distances(result: Row) -> str:
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """For the page: by how many percent BTT of rank 4 lies above dense on characters, under names
-    such as "iso.AdamW_1e12"."""
+    """For the pages: by how much BTT of rank 4 differs from dense on characters, under names such
+    as "iso.AdamW_1e12"."""
     texts = {"iso.runs": str(len(result["rows"]))}
     for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
         budget = f"{row['budget']:.0e}".replace("+", "")
-        texts[f"iso.{row['optimizer']}_{budget}"] = span(row["above"], "+.1f")
-    return texts | numbers_in_words(result) | numbers_of_a_longer_run(result)
+        texts[f"iso.{row['optimizer']}_{budget}"] = in_words(row["above"])
+    return texts | numbers_of_the_largest_budget(result) | numbers_of_a_longer_run(result)
 
 
-def numbers_in_words(result: Row) -> dict[str, str]:
-    """The same at the largest budget at which every optimizer has more than one seed."""
+def numbers_of_the_largest_budget(result: Row) -> dict[str, str]:
+    """The same at the largest budget at which every optimizer has more than one seed, under names
+    such as "iso.adamw"."""
     rows = select(compare(result["table"]), setup="Python", kind="BTT r=4")
     above = {
         (row["optimizer"], row["budget"]): row["above"] for row in rows if len(row["above"]) > 1

@@ -31,7 +31,8 @@ def choose(curves: Sequence[Curve], limit: float, weights: Sequence[float]) -> C
     The greedy choice is taken where its sum is within 1 % of the lower bound. It nearly always is
     for many layers, and a larger limit then never gives a layer a smaller size. Otherwise dynamic
     programming finds the best one. It is exact where all costs are multiples of a number that
-    goes into the limit at most `CELLS` times, and rounds costs up to such a number elsewhere.
+    goes into the limit at most `CELLS` times. Elsewhere it rounds costs up to such multiples. Then
+    nothing but `bound` says how near the best choice is.
     """
     greedy = choose_greedily(curves, limit, weights)
     if greedy.harm <= (1 + SMALL_GAP) * greedy.bound:

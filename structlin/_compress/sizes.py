@@ -271,8 +271,9 @@ def choose_sizes(decisions: Sequence[Decision], share: Share, curves: Curves) ->
 def allocate(curves: Sequence[Curve], keep: float, weights: Sequence[float]) -> list[Size]:
     """A size for each layer: the least sum of weight times squared error within `keep`, to 1 %.
 
-    See `knapsack.choose`. A larger `keep` never has a sum that is larger by more than 1 %. The last
-    size of a layer leaves it dense, without error; no other size costs as much.
+    See `knapsack.choose`, also for where 1 % does not hold. A larger `keep` never has a sum that is
+    larger by more. The last size of a layer leaves it dense, without error; no other size costs as
+    much.
 
     Args:
         curves: of each layer, see `measure_curve`.

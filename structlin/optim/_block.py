@@ -269,7 +269,7 @@ class BlockOptimizer(Optimizer):
         """One step. Returns the closure's loss, if there is a closure.
 
         Raises:
-            FloatingPointError: a gradient is not finite (with nonfinite="raise"), or a polar factor
+            FloatingPointError: a gradient is not finite (with nonfinite="raise"), or a direction
                 has a norm that none can have (unless nonfinite="ignore"); nothing has changed.
             RuntimeError: a parameter is no longer the model's, on another device than its state, or
                 on another device mesh than its gradient; every process raises it.

@@ -128,11 +128,11 @@ def test_to_keep_more_is_never_worse_by_one_percent_and_no_share_is_exceeded(fam
 def test_the_choice_is_within_one_percent_of_the_best_of_all(keep, family):
     curves, harms = draw_curves(family), [1.0, 3.0, 0.5]
     limit = keep * sum(curve.sizes[-1].cost for curve in curves)
-    every = product(*(curve.sizes for curve in curves))
-    fits = [sizes for sizes in every if sum(size.cost for size in sizes) <= limit]
-    best = min(sum_up(curves, list(sizes), harms) for sizes in fits)
-    found = sum_up(curves, allocate(curves, keep, harms), harms)
-    assert best * (1 - 1e-9) <= found <= 1.01 * best
+    choices = product(*(curve.sizes for curve in curves))
+    fitting = [sizes for sizes in choices if sum(size.cost for size in sizes) <= limit]
+    best = min(sum_up(curves, list(sizes), harms) for sizes in fitting)
+    harm = sum_up(curves, allocate(curves, keep, harms), harms)
+    assert best * (1 - 1e-9) <= harm <= 1.01 * best
     assert choose(curves, limit, harms).bound <= best * (1 + 1e-9)
 
 
