@@ -24,10 +24,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._hosts.transformers import holds_parts
+from ._layer.experts import StructuredExperts
 from ._layer.linear import StructuredLinear
 from ._layer.state import GUARD
 from ._model.files import describe, restructure
 from ._model.linears import build_dense_layer, linear_layers, replace_layers
+from ._model.stacks import build_dense_experts, structured_experts
 
 __all__ = ["declare"]
 METHOD = "structlin"
@@ -62,8 +64,9 @@ class StructlinQuantizer(HfQuantizer):
         modules = _match_names(model, described)
         replace_layers(model, restructure(model, describe(model) | modules))
         self.found = set(modules)
-        names = {*described, *modules}
-        guards = [rf"(^|\.){re.escape(name)}\.{GUARD}$" for name in names]
+        data = {**described, **modules}
+        rows = [_name_guard(name, "experts" in data[name]) for name in data]
+        guards = [rf"(^|\.){re.escape(row)}$" for row in rows]
         kind: type[Any] = list if __version__.startswith("4.") else set
         model._keys_to_ignore_on_load_unexpected = kind(
             [*(model._keys_to_ignore_on_load_unexpected or ()), *guards]
@@ -118,9 +121,11 @@ class StructlinQuantizer(HfQuantizer):
         }
         for layer, names in structured.items():
             layer.structure.require_matrix(f"layer {names[0]!r}: dequantize")
-        replace_layers(
-            model, [(names, build_dense_layer(layer)) for layer, names in structured.items()]
-        )
+        experts = structured_experts(model)
+        dense: list[tuple[tuple[str, ...], nn.Module | nn.Parameter]] = []
+        dense += [(names, build_dense_layer(layer)) for layer, names in structured.items()]
+        dense += [(names, build_dense_experts(stack)) for stack, names in experts.items()]
+        replace_layers(model, dense)
         declare(model)
         return model.to(dtype) if dtype is not None else model
 
@@ -260,6 +265,9 @@ def _save_pretrained(
         call.arguments["state_dict"] = dict(state)
         _add_guards(model, call.arguments["state_dict"], "")
     quantizer = vars(model).pop("hf_quantizer", None)
+    if structured_experts(model) and "save_original_format" in call.signature.parameters:
+        # it would take each core apart, as if it were the weight of the experts
+        call.arguments["save_original_format"] = False
     guarding = model.register_state_dict_post_hook(_add_guards)
     save = replaced or partial(type(model).save_pretrained, model)
     try:
@@ -273,9 +281,15 @@ def _save_pretrained(
 def _add_guards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Beside the cores of each structured layer, write what a dense layer refuses for its shape."""
     for name, layer in module.named_modules(remove_duplicate=False):
-        if isinstance(layer, StructuredLinear):  # also where its cores are offloaded
+        has_experts = isinstance(layer, StructuredExperts)
+        if has_experts or isinstance(layer, StructuredLinear):  # also where cores are offloaded
             guard = torch.tensor(list(GUARD_TEXT), dtype=torch.uint8)
-            state[f"{prefix}{name}.{GUARD}"] = guard
+            state[_name_guard(f"{prefix}{name}", has_experts)] = guard
+
+
+def _name_guard(name: str, has_experts: bool) -> str:
+    """The name of the row of bytes that stands where a dense model has the weight."""
+    return name if has_experts else f"{name}.{GUARD}"
 
 
 def _guard_within_others(part: Any) -> None:
@@ -303,6 +317,7 @@ def _match_names(
     """
     prefix = f"{model.base_model_prefix}."
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}  # experts
     found = {}
     for name, data in modules.items():
         for own in (name, name.removeprefix(prefix), prefix + name):

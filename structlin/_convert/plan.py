@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from .._hosts import registry
 from .._hosts.transformers import is_conv1d
+from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear, uninitialised
 from .._model.decide import Decision
 from .._model.kinds import carry_attributes
 from .._model.linears import Layer, find_loose_matrices, replace_layers, require_unchanged
 from .._model.obstacles import require_replaceable
+from .._model.stacks import ExpertsLayer
 from .._model.transaction import Step
 from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
@@ -39,6 +41,35 @@ class Projection:
     error: float  #: relative, see `Plan.errors`
     bias: Tensor | None = field(default=None, repr=False)  #: None: it stays as it is
     tokens: int | None = None  #: that calibrated the layer
+
+    def count_fewest(self, layer: Layer) -> int:
+        """The tokens that calibrated the layer; its features if none did."""
+        return self.tokens or layer.in_features
+
+    def tell_few(self, layer: Layer) -> str:
+        """The end of a cell about the layer's error where these tokens are few."""
+        tokens = self.count_fewest(layer)
+        return f" of {tokens} tokens: few" if tokens < layer.in_features else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsProjection(Projection):
+    """What is left of the matrices of all experts in one parameter. The error is the root mean
+    square of those of the matrices."""
+
+    #: that calibrated each; 0: it is projected by weight alone; none at all without data
+    tokens_of_experts: Sequence[int] = ()
+
+    def count_fewest(self, layer: Layer) -> int:
+        return min(self.tokens_of_experts, default=layer.in_features)
+
+    def tell_few(self, layer: Layer) -> str:
+        few = [n for n, tokens in enumerate(self.tokens_of_experts) if tokens < layer.in_features]
+        if not few:
+            return ""
+        rarest = min(few, key=self.tokens_of_experts.__getitem__)
+        others = f" and {len(few) - 1} more" if len(few) > 1 else ""
+        return f" of {self.tokens_of_experts[rarest]} tokens in expert {rarest}{others}: few"
 
 
 @dataclass(frozen=True)
@@ -162,8 +193,10 @@ class Plan:
                 undo.append(partial(parameter.data.copy_, parameter.detach().clone()))
                 parameter.copy_(snapshot.values)
 
-    def _build_layer(self, decision: Decision, structure: Structure) -> StructuredLinear:
+    def _build_layer(self, decision: Decision, structure: Structure) -> nn.Module:
         layer, old = decision.layer, decision.layer.module
+        if isinstance(layer, ExpertsLayer):
+            return self._build_experts(layer, decision, structure)
         norm = {"weight_norm": self.weight_norm}
         if self.init == "project":
             new = build_layer(layer, structure, self.projections[layer.name].cores, **norm)
@@ -183,6 +216,16 @@ class Plan:
         carry_attributes(old, new)
         return new.train(old.training)
 
+    def _build_experts(
+        self, layer: ExpertsLayer, decision: Decision, structure: Structure
+    ) -> StructuredExperts:
+        cores = self.projections[layer.name].cores
+        new = StructuredExperts(layer.lay, structure, device="meta", dtype=cores[0].dtype)
+        new.cores = nn.ParameterList(cores)
+        new.label = label(decision.structure or structure)
+        new._undrawn = False
+        return new.requires_grad_(layer.trains).train(layer.owner.training)
+
     def _take_snapshots(self) -> Iterator[Snapshot]:
         """The parameters whose values this plan was made of."""
         for decision in self.decisions:
@@ -190,7 +233,7 @@ class Plan:
             if projection is None:
                 continue
             owner = f"layer {layer.name!r}"
-            yield _take_snapshot(owner, layer.module, "weight", None)
+            yield _take_snapshot(owner, *layer.holder, None)
             if projection.bias is not None:
                 yield _take_snapshot(owner, layer.module, "bias", projection.bias)
         for block_name, block in self.refined.items():
@@ -229,7 +272,8 @@ class Plan:
         for group in groups.values():
             names = [decision.layer.name for decision in group]
             table.row(name_group(names, alike[hide_numbers(names[0])]), *self._show(group))
-        for loose in group_loose_matrices(self.model):
+        decided = [decision.layer.name for decision in self.decisions]
+        for loose in group_loose_matrices(self.model, without=decided):
             reason = f"- (a parameter, no linear layer: {loose.stepped_by})"
             table.row(loose.name, loose.count, loose.role, loose.size, reason)
         return str(table)
@@ -237,14 +281,17 @@ class Plan:
     def _show(self, group: Sequence[Decision]) -> list[str]:
         """The cells from "x" to "error" of layers that are equal but for their errors."""
         layer, structure, new = group[0].layer, group[0].structure, group[0].resolved
-        cells = [f"{len(group)}", layer.role, f"{layer.in_features} -> {layer.out_features}"]
+        count = sum(decision.layer.count for decision in group)  # of matrices
+        cells = [f"{count}", layer.role, f"{layer.in_features} -> {layer.out_features}"]
         if new is None or structure is None:
             return [*cells, f"- ({group[0].reason})"]
-        params = len(group) * new.params
-        flops = len(group) * new.flops
-        dense = len(group) * layer.in_features * layer.out_features
+        params = count * new.params
+        flops = count * new.flops
+        dense = count * layer.in_features * layer.out_features
         cells += [label(structure), f"{params:,}", percent(params, dense)]
-        cells += [f"{flops:,}", percent(flops, 2 * dense)]
+        # a token takes some of the experts, as it did before
+        flops_per_token = "of its experts" if layer.count > 1 else f"{flops:,}"
+        cells += [flops_per_token, percent(flops, 2 * dense)]
         names = [decision.layer.name for decision in group]
         projections = [self.projections[name] for name in names if name in self.projections]
         if not projections:
@@ -252,10 +299,8 @@ class Plan:
         errors = sorted(projection.error for projection in projections)
         least, most = f"{errors[0]:.4f}", f"{errors[-1]:.4f}"
         error = least if least == most else f"{least} to {most}"
-        tokens = min(projection.tokens or layer.in_features for projection in projections)
-        if tokens < layer.in_features:
-            error += f" of {tokens} tokens: few"
-        return [*cells, error]
+        rarest = min(projections, key=lambda projection: projection.count_fewest(layer))
+        return [*cells, error + rarest.tell_few(layer)]
 
 
 def build_layer(
@@ -316,7 +361,9 @@ def warn_of(planned: Plan) -> None:
     hooked = [d.layer.name for d in planned.decisions if d.reason.startswith("has hooks")]
     if hooked:
         texts.append(f"left dense, for they have hooks, which would be lost: {', '.join(hooked)}")
-    if loose := find_loose_matrices(planned.model):
+    decided = {decision.layer.name for decision in planned.decisions}
+    loose = [each for each in find_loose_matrices(planned.model) if each.name not in decided]
+    if loose:
         names = ", ".join(map(str, loose))
         texts.append(f"left dense, for they are parameters and no linear layers: {names}")
     fresh = [d.layer for d in planned.decisions if d.structure is not None and not d.zero_init]
@@ -338,7 +385,7 @@ def _list_growth(planned: Plan) -> list[str]:
     grown: dict[str, list[str]] = {"parameters": [], "FLOPs per token": []}
     for decision in planned.decisions:
         layer, new = decision.layer, decision.resolved
-        dense = layer.in_features * layer.out_features
+        dense = layer.in_features * layer.out_features  # of each matrix
         if new is not None and new.params > dense:
             grown["parameters"].append(f"{layer.name} ({dense:,} -> {new.params:,})")
         elif new is not None and new.flops > 2 * dense:

@@ -2,7 +2,7 @@
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from io import StringIO
@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
 from .._model.linears import Layer, LooseMatrices, find_loose_matrices, linear_layers
 from .._model.parameters import parameters_of
+from .._model.stacks import structured_experts
 from .._structure.arguments import checked, require_positive
 
 ROUNDS = 9  # in which each layer is timed
@@ -268,14 +270,21 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     rows = [replace(row, name=name_group(row.names, alike[row.name])) for row in merged.values()]
     others = (parameter for parameter in model.parameters() if parameter not in matrices)
     other_params = sum(parameter.numel() for parameter in others)
-    return Summary(tuple(rows), other_params, tuple(group_loose_matrices(model)))
+    loose = [*group_loose_matrices(model), *_group_structured_experts(model)]
+    return Summary(tuple(rows), other_params, tuple(loose))
 
 
-def group_loose_matrices(model: nn.Module) -> list[LooseRow]:
-    """A row for parameters of matrices that no linear layer holds, alike ones in one row."""
+def group_loose_matrices(model: nn.Module, without: Collection[str] = ()) -> list[LooseRow]:
+    """A row for parameters of matrices that no linear layer holds, alike ones in one row.
+
+    Args:
+        without: names of parameters that have rows elsewhere.
+    """
     groups = defaultdict[tuple[object, ...], list[LooseMatrices]](list)
     alike = defaultdict[str, list[str]](list)
     for matrices in find_loose_matrices(model):
+        if matrices.name in without:
+            continue
         pattern = hide_numbers(matrices.name)
         alike[pattern].append(matrices.name)
         groups[pattern, matrices.shape, matrices.size].append(matrices)
@@ -286,6 +295,35 @@ def group_loose_matrices(model: nn.Module) -> list[LooseRow]:
         count = sum(matrices.count for matrices in group)
         params = len(group) * prod(first.shape)
         rows.append(LooseRow(name, first.role, count, first.size, params, first.stepped_by))
+    return rows
+
+
+def _group_structured_experts(model: nn.Module) -> list[LooseRow]:
+    """A row for the structured experts of what was one parameter, alike ones in one row."""
+    groups = defaultdict[tuple[object, ...], list[StructuredExperts]](list)
+    alike = defaultdict[str, list[str]](list)
+    names = structured_experts(model)
+    for stack, names_of_stack in names.items():
+        pattern = hide_numbers(names_of_stack[0])
+        alike[pattern].append(names_of_stack[0])
+        groups[pattern, stack.lay, stack.structure, stack.label].append(stack)
+    rows = []
+    for group in groups.values():
+        first = group[0]
+        lay = first.lay
+        first_names = [names[stack][0] for stack in group]
+        count = len(group) * lay.count
+        share = percent(first.structure.params, lay.fan_in * lay.fan_out)
+        rows.append(
+            LooseRow(
+                name=name_group(first_names, alike[hide_numbers(first_names[0])]),
+                role="experts",
+                matrices=count,
+                size=f"{lay.fan_in} -> {lay.fan_out}",
+                params=count * first.structure.params,
+                stepped_by=f"{first.label}, {share} of dense; Muon and SOAP step each matrix",
+            )
+        )
     return rows
 
 

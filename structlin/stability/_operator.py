@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from .._engine.product import apply
+from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear
 from .._model.parameters import Weight, named_modules, weights_of
 from ..duality import promote
@@ -103,6 +104,8 @@ def _input_shape(
     module: nn.Module, own: str, weight: Weight, seen: torch.Size | None
 ) -> tuple[int, ...] | None:
     """Shape of one input of a layer; None where it is not known or there is no linear map."""
+    if isinstance(module, StructuredExperts):
+        return None  # each expert has its own tokens
     if isinstance(module, StructuredLinear):
         if module.structure.between is not None:
             return None
