@@ -1,11 +1,21 @@
 """A structure that a user declares works everywhere with nothing to register."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import pytest
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from structlin import Family, Structure, StructuredLinear, convert, param_groups, summary
+from structlin import (
+    Family,
+    Structure,
+    StructuredLinear,
+    compress,
+    convert,
+    param_groups,
+    summary,
+)
 from tests.models import GPT, perplexed
 
 
@@ -45,3 +55,44 @@ def test_a_declared_family_is_converted_to_trained_and_counted():
         model.h[0].mlp.c_fc(torch.randn(1, 64))
     assert row.structure == "Grid(blocks=4, rank=8)"
     assert row.flops == 2 * counter.get_total_flops() == 2 * 2 * (4 * 8 * 16 + 32 * 32 + 4 * 64 * 8)
+
+
+@dataclass(frozen=True)
+class Narrow(Family):
+    """Two matrices around `width` numbers: no field has a name that structlin could know."""
+
+    width: int
+
+    def structure(self, in_features: int, out_features: int) -> Structure:
+        return Structure("i -> o", "w i", "o w", i=in_features, o=out_features, w=self.width)
+
+    def sizes(self, in_features: int, out_features: int) -> list[Family]:
+        return [replace(self, width=width) for width in (1, 2, 4, 8, 16, 32)]
+
+
+def test_compress_chooses_among_the_sizes_that_a_declared_family_names():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    with torch.no_grad():
+        model[1].weight.copy_(torch.randn(32, 1) @ torch.randn(1, 32))  # width 1 holds it
+    compress(model, Narrow(1), [torch.randn(256, 32)], keep=0.3, allocation="error")
+    widths = [layer.structure.sizes["w"] for layer in model]
+    params = [sum(core.numel() for core in layer.cores) for layer in model]
+    assert widths == [8, 1]
+    assert sum(params) <= 0.3 * 2 * 32 * 32
+
+
+def test_a_declared_family_without_sizes_is_told_what_would_work():
+    model = nn.Sequential(nn.Linear(64, 64))
+    message = r"keep: Grid\(blocks=4, rank=8\) has no sizes .*keep=None .* method `sizes` .* Grid"
+    with pytest.raises(ValueError, match=message):
+        compress(model, Grid(blocks=4, rank=8), [torch.randn(8, 64)], keep=0.5)
+
+
+def test_sizes_that_are_no_families_are_refused():
+    class Ranks(Narrow):
+        def sizes(self, in_features, out_features):
+            return [1, 2]
+
+    with pytest.raises(TypeError, match=r"Ranks.sizes gives 1; it must give families, such as"):
+        compress(nn.Sequential(nn.Linear(8, 8)), Ranks(1), [torch.randn(8, 8)], keep=0.5)

@@ -267,7 +267,7 @@ def by_weight(model, family, **options):
         (
             {"keep": 0.5, "structure": Kronecker()},
             ValueError,
-            "Kronecker has neither rank nor blocks to choose; take keep=None",
+            r"keep: Kronecker\(\) has no sizes to choose from; keep=None keeps it",
         ),
         (
             {"structure": BTT().activate()},
