@@ -18,7 +18,7 @@ from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
 from .._model.linears import Layer, LooseMatrices, find_loose_matrices, linear_layers
 from .._model.parameters import parameters_of
-from .._structure.arguments import checked, require_positive
+from .._structure.arguments import checked
 
 ROUNDS = 9  # in which each layer is timed
 NUMBER = r"(?<![^.])\d+(?![^.])"  # a part of a dotted name that is a number
@@ -245,8 +245,6 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     linear layers      2                                  2,048    25.0%         4,096    25.0%
     other parameters                                        128
     """
-    if tokens is not None:
-        require_positive("tokens", tokens)
     layers = linear_layers(model)
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")

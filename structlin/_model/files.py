@@ -59,6 +59,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    _require_path(path)
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"path={str(folder)!r} is a file; save writes a folder")
@@ -109,6 +110,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     ...     load(nn.Sequential(nn.Linear(16, 16)), folder)[0].label
     'BTT(rank=1)'
     """
+    _require_path(path)
     with torch.inference_mode(False), torch.no_grad():
         described, tensors = _read_file(Path(path))
         copies: list[Step] = []
@@ -361,3 +363,8 @@ def _copy_like(tensor: Tensor, value: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copy, tensor.requires_grad)
     return copy
+
+
+def _require_path(path: str | os.PathLike[str]) -> None:
+    if not os.fspath(path):
+        raise ValueError(f"path={path!r} is empty; take a folder")

@@ -33,7 +33,7 @@ def check_texts(signature: object, cores: object) -> None:
     if not isinstance(cores, list | tuple) or not all(
         isinstance(core, str) for core in (signature, *cores)
     ):
-        raise ValueError(
+        raise TypeError(
             f"signature={signature!r}, cores={cores!r} must be a text and a list of texts"
         )
 
@@ -61,7 +61,8 @@ def check_between(between: object, cores: Sequence[str]) -> None:
     if between is None:
         return
     if not isinstance(between, str) or between not in ACTIVATIONS:
-        raise ValueError(
+        kind = ValueError if isinstance(between, str) else TypeError
+        raise kind(
             f"between={between!r} is no activation; there are {', '.join(ACTIVATIONS)}, and None"
         )
     if len(cores) < 2:
@@ -87,8 +88,10 @@ def check_sizes(sizes: Mapping[str, int], axes: Iterable[str]) -> None:
             raise ValueError(
                 f"{axis}={size!r}: no core and no side of the signature has an axis {axis!r}"
             )
-        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
-            raise ValueError(f"{axis}={size!r}: the size of an axis is an integer of at least 1")
+        is_integer = isinstance(size, Integral) and not isinstance(size, bool)
+        if not is_integer or size < 1:
+            kind = ValueError if is_integer else TypeError
+            raise kind(f"{axis}={size!r}: the size of an axis is an integer of at least 1")
 
 
 def refuse_sum(left: object, right: object) -> NoReturn:

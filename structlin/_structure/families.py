@@ -12,10 +12,10 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from inspect import isfunction
 from math import gcd, prod
 from numbers import Integral
-from typing import Any
+from typing import Annotated, Any
 
-from .arguments import checked, require_bounded, require_choice, require_positive, warn
-from .axes import ACTIVATIONS, refuse_sum
+from .arguments import Range, checked, require_bounded, require_choice, warn
+from .axes import ACTIVATIONS, MOST_AXES, refuse_sum
 from .structure import Structure
 from .widths import divide, divisors, factorise, name_nearest
 
@@ -217,7 +217,7 @@ class TT(Family):
     """
 
     rank: int | tuple[int, ...]
-    cores: int = field(default=2, kw_only=True)
+    cores: Annotated[int, Range(1, MOST_AXES)] = field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_bonds(self.rank, self.cores)
@@ -309,10 +309,9 @@ class BTT(Family):
     """
 
     rank: int | tuple[int, ...] = 1
-    cores: int = field(default=2, kw_only=True)
+    cores: Annotated[int, Range(2, MOST_AXES)] = field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
-        require_positive("cores", self.cores, least=2)
         _check_bonds(self.rank, self.cores)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
@@ -440,12 +439,14 @@ def family(name: str, **options: Any) -> Family:
 
     Raises:
         ValueError: no family of that name, an option that it does not have, or one that it needs.
+        TypeError: the name is no text, or an option is of another type.
 
     >>> family("btt", rank=2)
     BTT(rank=2, cores=2)
     """
     if not isinstance(name, str) or name.lower() not in FAMILIES:
-        raise ValueError(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}")
+        kind = ValueError if isinstance(name, str) else TypeError
+        raise kind(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}")
     cls = FAMILIES[name.lower()]
     for option in fields(cls):
         if option.default is MISSING and option.name not in options:
