@@ -260,6 +260,7 @@ def test_a_rank_that_is_no_integer_of_at_least_1_is_refused(name, rank):
             r"BTT has no option 'ranks' \(got ranks=2\); it has \['rank', 'cores'\]",
         ),
         ("Dense", {"rank": 2}, "Dense has no option 'rank'"),
+        ("monarch + lowrank", {}, r"'monarch \+ lowrank' is no family; .* cannot be a sum"),
         (
             "butterfly",
             {},

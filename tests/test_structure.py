@@ -282,6 +282,18 @@ def test_the_syntax_of_torch_einsum_is_answered_by_this_one(strings, sizes, mess
         Structure(*strings, **sizes)
 
 
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda: Structure("i -> o", "o i + o r", "r i", i=4, o=4, r=2),
+        lambda: Structure("i -> o", "o i", "+", "r i", i=4, o=4, r=2),
+    ],
+)
+def test_a_sum_in_a_text_is_refused_with_what_to_do(write):
+    with pytest.raises(ValueError, match=r"\+.*cannot be a sum; add the outputs of two layers"):
+        write()
+
+
 def test_a_sum_of_structures_is_refused_with_what_to_do_and_other_operands_are_not():
     family, structure = LowRank(rank=4), Structure("i -> o", "o i", i=2, o=3)
     for left, right in ((family, BTT()), (family, structure), (structure, family)):

@@ -15,6 +15,11 @@ SYNTAX = (
     "axes are separated by spaces, each core is a text of its own, and the leading dimensions of x "
     "have no axis: Structure('i -> o', 'r i', 'o r', i=64, r=4, o=128) is low-rank"
 )
+# what to do in the place of a sum
+NO_SUM = (
+    "a structure is a product of cores and cannot be a sum; add the outputs of two layers, see "
+    "'What an einsum cannot say' in docs/choose.md"
+)
 _AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 
 
@@ -42,6 +47,8 @@ def read_axes(where: str, text: str) -> list[str]:
     axes = text.split()
     if "," in text:
         raise ValueError(f"{where}: {text.strip()!r} has a comma; {SYNTAX}")
+    if "+" in text:
+        raise ValueError(f"{where}: {text.strip()!r} has a plus; {NO_SUM}")
     for axis in axes:
         if not _AXIS.fullmatch(axis):
             raise ValueError(
@@ -95,7 +102,4 @@ def check_sizes(sizes: Mapping[str, int], axes: Iterable[str]) -> None:
 
 
 def refuse_sum(left: object, right: object) -> NoReturn:
-    raise TypeError(
-        f"{left!r} + {right!r}: a structure is a product of cores and cannot be a sum; add the "
-        "outputs of two layers, see 'What an einsum cannot say' in docs/choose.md"
-    )
+    raise TypeError(f"{left!r} + {right!r}: {NO_SUM}")

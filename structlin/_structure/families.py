@@ -15,7 +15,7 @@ from numbers import Integral
 from typing import Annotated, Any
 
 from .arguments import Range, checked, require_bounded, require_choice, warn
-from .axes import ACTIVATIONS, MOST_AXES, refuse_sum
+from .axes import ACTIVATIONS, MOST_AXES, NO_SUM, refuse_sum
 from .structure import Structure
 from .widths import divide, divisors, factorise, name_nearest
 
@@ -446,7 +446,8 @@ def family(name: str, **options: Any) -> Family:
     """
     if not isinstance(name, str) or name.lower() not in FAMILIES:
         kind = ValueError if isinstance(name, str) else TypeError
-        raise kind(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}")
+        hint = f"; {NO_SUM}" if isinstance(name, str) and "+" in name else ""
+        raise kind(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}{hint}")
     cls = FAMILIES[name.lower()]
     for option in fields(cls):
         if option.default is MISSING and option.name not in options:
