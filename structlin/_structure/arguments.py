@@ -19,9 +19,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from inspect import Parameter, isfunction, signature
-from itertools import islice
+from itertools import chain, islice
 from numbers import Integral, Real
-from types import NoneType, UnionType
+from types import FrameType, NoneType, UnionType
 from typing import Annotated, Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
@@ -281,7 +281,7 @@ def list_kinds(hint: Any) -> list[Kind]:
         return list_kinds(hint.__bound__ if isinstance(hint.__bound__, type) else object)
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return [kind for member in get_args(hint) for kind in list_kinds(member)]
+        return [*chain.from_iterable(map(list_kinds, get_args(hint)))]
     if origin is Annotated and isinstance(hint.__metadata__[0], Range):
         return [Integer(int, hint.__metadata__[0])]
     if origin is Annotated:
@@ -380,7 +380,14 @@ def require_bounded(name: str, value: int, bound: int, formula: str) -> None:
 
 def warn(text: str) -> None:
     """Warn, as of the line outside of structlin and torch that led here."""
-    level, frame, ours = 1, sys._getframe(), ("structlin", "torch")
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
-        level, frame = level + 1, frame.f_back
+    level = 1
+    frame = sys._getframe()
+    while frame.f_back and _is_inside(frame):
+        frame = frame.f_back
+        level += 1
     warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _is_inside(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] in ("structlin", "torch")
