@@ -45,9 +45,11 @@ def init_std(
     >>> right.fan_in * init_std(right) ** 2, left.fan_in * init_std(left) ** 2
     (1.0, 0.25)
     """
-    m, n = core.fan_out, core.fan_in
     require_choice("init", init, INITS)
-    if activated or (bottleneck_variance and core.batch == core.repeat == 1 and m < n):
+    m = core.fan_out
+    n = core.fan_in
+    is_bottleneck = core.batch == core.repeat == 1 and m < n
+    if activated or (bottleneck_variance and is_bottleneck):
         return 1 / sqrt(n)
     if init == "spectral":
         return sqrt(m / n) / (sqrt(m) + sqrt(n))
@@ -69,10 +71,10 @@ def expected_norm(
     8.0
     """
     if activated:
-        last = cores[-1]
-        return sqrt(last.batch * last.repeat * last.fan_out * last.fan_in) * stds[-1]
-    each = zip(cores, stds, strict=True)
-    return sqrt(in_features * prod(core.fan_out * std**2 for core, std in each))
+        readout = cores[-1]
+        return sqrt(readout.batch * readout.repeat * readout.fan_out * readout.fan_in) * stds[-1]
+    variances = [core.fan_out * std**2 for core, std in zip(cores, stds, strict=True)]
+    return sqrt(in_features * prod(variances))
 
 
 @checked

@@ -233,9 +233,9 @@ class Optimizers(OptimizersContainer):  # type: ignore[type-arg]
         self.model_parts = model_parts
         self.optimizers = []
         parameters = []
-        for part in model_parts:
-            part_optimizer = OPTIMIZERS[config.name](part, **config.options)
-            _name_parameters(part_optimizer, part)
+        for model in model_parts:
+            part_optimizer = OPTIMIZERS[config.name](model, **config.options)
+            _name_parameters(part_optimizer, model)
             self.optimizers.append(part_optimizer)
             for group in part_optimizer.param_groups:
                 parameters += group["params"]

@@ -26,7 +26,7 @@ from .._layer.quantized import QuantizedLinear
 from .._layer.state import tell_difference
 from .._structure.arguments import checked, require_choice
 from .._structure.structure import Structure
-from .linears import Layer, linear_layers, replace_layers
+from .linears import Layer, Replacement, linear_layers, replace_layers
 from .transaction import Step, completed_at_end
 
 VERSION = 1
@@ -218,10 +218,8 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     return description
 
 
-def restructure(
-    model: nn.Module, modules: Mapping[str, Mapping[str, Any]]
-) -> list[tuple[tuple[str, ...], StructuredLinear]]:
-    """The layers that `model` must get to be as `modules` describes, and their names.
+def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> list[Replacement]:
+    """The layers that `model` must get to be as `modules` describes.
 
     They have the biases of the layers that they replace, and no other values yet. Layers that are
     as described already are left out. Nothing is changed.
@@ -233,7 +231,7 @@ def restructure(
     layers = {name: layer for layer in linear_layers(model) for name in layer.names}
     problems: list[str] = []
     # by the module that is replaced, so that a layer of several names is built once
-    replacements: dict[nn.Module, tuple[tuple[str, ...], StructuredLinear]] = {}
+    replacements: dict[nn.Module, Replacement] = {}
     for name, data in modules.items():
         layer = layers.get(name)
         try:
@@ -241,7 +239,7 @@ def restructure(
                 raise ValueError(_explain_missing(name, layers))
             new = _build_layer(layer, data)
             if new is not None:
-                replacements[layer.module] = (layer.names, new)
+                replacements[layer.module] = Replacement(layer.names, new)
         except _MALFORMED as error:
             problems.append(f"{name!r}: {str(error)[:_LONGEST]}")
     for name in describe(model):

@@ -26,10 +26,10 @@ _lock = threading.Lock()
 
 
 class State(NamedTuple):
-    """Whether the engine runs, and where it lies or why it does not."""
+    """Whether the engine runs."""
 
     loaded: bool
-    says: str
+    reason: str  #: why it does not, or the library's path
 
 
 _state: State | None = None
@@ -62,19 +62,20 @@ def _load() -> State:
         return State(False, f"STRUCTLIN_ENGINE={chosen} switches the engine off")
     from . import build  # not above: `python -m structlin._engine.cpu.build` would run it twice
 
-    says = ""
-    for find, instead in (
+    reason = ""
+    for find, consequence in (
         (build.find_shipped, "the CPU engine that the wheel brought is not used"),
         (build.build, "plain products instead of the compiled CPU engine, 2 to 4 times slower"),
     ):
         try:
-            if path := find():
+            path = find()
+            if path is not None:
                 torch.ops.load_library(path)  # type: ignore[no-untyped-call]
                 return State(True, str(path))
         except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
-            says = " ".join(str(error).split())[:300]
-            _log.warning("%s: %s", instead, says)
-    return State(False, says)
+            reason = " ".join(str(error).split())[:300]
+            _log.warning("%s: %s", consequence, reason)
+    return State(False, reason)
 
 
 @call_while_tracing
@@ -93,15 +94,16 @@ def describe() -> dict[str, str]:
     """
     from .build import find_variants
 
-    way = "compiled engine" if load() else _name_products("cpu")
-    says = "" if _state is None else _state.says
-    found = {"CPU": f"{way} ({says}), torch's {torch.get_num_threads()} threads"}
+    engine = "compiled engine" if load() else _name_products("cpu")
+    reason = "" if _state is None else _state.reason
+    lines = {"CPU": f"{engine} ({reason}), torch's {torch.get_num_threads()} threads"}
     if load():
         l1, l2, bits = torch.ops.structlin.machine(torch.empty(0))
-        found["caches"] = f"{l1 >> 10} KB and {l2 >> 10} KB of a core, vectors of {bits} bits"
-    if fitting := find_variants():
-        found["instructions"] = fitting[0]
-    return found | _describe_accelerators()
+        lines["caches"] = f"{l1 >> 10} KB and {l2 >> 10} KB of a core, vectors of {bits} bits"
+    variants = find_variants()
+    if variants:
+        lines["instructions"] = variants[0]
+    return lines | _describe_accelerators()
 
 
 def _describe_accelerators() -> dict[str, str]:
@@ -110,15 +112,17 @@ def _describe_accelerators() -> dict[str, str]:
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None:
         names.setdefault(accelerator.type, accelerator.type)
-    return {
-        device.upper(): f"{_name_products(device)}, on {name}" if name else "torch sees no GPU"
-        for device, name in names.items()
-    }
+    lines = {}
+    for device, name in names.items():
+        line = f"{_name_products(device)}, on {name}" if name else "torch sees no GPU"
+        lines[device.upper()] = line
+    return lines
 
 
 def _name_products(device: str) -> str:
-    copies = "" if writes_views(device) else ", results copied, as torch.bmm writes no view there"
-    return f"plain products of torch{copies}"
+    if writes_views(device):
+        return "plain products of torch"
+    return "plain products of torch, results copied, as torch.bmm writes no view there"
 
 
 def show_config() -> None:
@@ -128,5 +132,5 @@ def show_config() -> None:
     CPU: ...
     CUDA: ...
     """
-    for name, says in describe().items():
-        print(f"{name}: {says}")
+    for name, line in describe().items():
+        print(f"{name}: {line}")

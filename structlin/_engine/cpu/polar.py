@@ -2,6 +2,7 @@
 torch.compile and FLOP counters know."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ def takes(x: Tensor) -> bool:
 def polar(stacks: Sequence[Tensor], schedule: Sequence[tuple[float, float, float]]) -> list[Tensor]:
     """Every matrix of every stack `(batch, m, n)`, over its Frobenius norm, through all steps
     (a, b, c): X <- a X + b (X X^T) X + c (X X^T)^2 X."""
-    factors: list[Tensor] = _polar(stacks, [number for step in schedule for number in step])
+    coefficients = [*chain.from_iterable(schedule)]
+    factors: list[Tensor] = _polar(stacks, coefficients)
     return factors
 
 
@@ -33,5 +35,9 @@ def _(stacks: Sequence[Tensor], coefficients: Sequence[float]) -> list[Tensor]:
 
 @register_flop_formula(torch.ops.structlin.polar)
 def _(stacks: Sequence[Sequence[int]], coefficients: Sequence[float], **_: Any) -> int:
-    products = [each * min(m, n) ** 2 * (2 * max(m, n) + min(m, n)) for each, m, n in stacks]
-    return 2 * sum(products) * len(coefficients) // 3
+    multiply_adds = 0  # of one step: X X^T, its square, and its product with X
+    for batch, m, n in stacks:
+        short, long = sorted((m, n))
+        multiply_adds += batch * (2 * short**2 * long + short**3)
+    steps = len(coefficients) // 3
+    return 2 * multiply_adds * steps
