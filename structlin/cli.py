@@ -366,7 +366,10 @@ def parse_structure(text: str) -> structlin.Family:
         name = ast.unparse(call.func)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"structure {text!r} is not written like BTT(rank=1)") from None
-    return structlin.family(name, **options)
+    try:
+        return structlin.family(name, **options)
+    except TypeError as error:
+        raise ValueError(str(error)) from None
 
 
 def read_text(path: str) -> str:

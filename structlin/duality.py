@@ -15,6 +15,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite, log2, sqrt
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from ._engine.cpu import library, polar
 from ._engine.cpu.library import has_matrix_unit
 from ._engine.operators import available
-from ._structure.arguments import require_real
+from ._tensors import check_dtype, require_real
 from ._torch import call_while_tracing, has_bfloat16_instructions
 
 __all__ = ["dual_norm", "dualize", "polar_factor"]
@@ -91,16 +92,15 @@ def polar_factor(
 
     Raises:
         ValueError: `method` is unknown, or no schedule; `matrix` has fewer than two dimensions.
-        TypeError: `matrix` is not real floating point.
+        TypeError: `matrix` is not real floating point; `method` is neither text nor list.
 
     >>> g = torch.randn(4, 8, 16)
     >>> torch.linalg.svdvals(polar_factor(g)).sub(1).abs().max() < 1e-3
     tensor(True)
     """
-    check_method(method)
+    check_method("method", method)
     require_real("matrix", matrix, 2)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype={dtype!r} must be a torch.dtype of floating point")
+    check_dtype("dtype", dtype)
     shape = (matrix.shape[-2], matrix.shape[-1])
     return choose_polar(shape, matrix.dtype, matrix.device, method, dtype)(matrix)
 
@@ -194,19 +194,33 @@ def has_bfloat16_products(device: torch.device) -> bool:
     return has_bfloat16_instructions(platform.machine())
 
 
-def check_method(method: object) -> None:
-    """Raises ValueError for what is neither a method of `polar_factor` nor a schedule."""
+def check_method(name: str, method: Any) -> str | Schedule:
+    """Raises ValueError or TypeError for what is no method of `polar_factor` and no schedule."""
+    example = "5 * [(3.4445, -4.7750, 2.0315)]"
     if isinstance(method, str):
         if method not in METHODS:
             raise ValueError(
-                f"method={method!r} is unknown; there are {', '.join(METHODS)}, or a schedule such "
-                "as 5 * [(3.4445, -4.7750, 2.0315)]"
+                f"{name}={method!r} is unknown; there are {', '.join(METHODS)}, or a schedule such "
+                f"as {example}"
             )
-    elif not isinstance(method, Sequence) or not method or not all(map(_is_step, method)):
-        raise ValueError(
-            f"method={method!r} is no schedule: it needs three finite numbers (a, b, c) per step, "
-            "such as 5 * [(3.4445, -4.7750, 2.0315)]"
+        return method
+    is_list = isinstance(method, Sequence)
+    if not is_list or not method or not all(map(_is_step, method)):
+        kind = ValueError if is_list else TypeError
+        raise kind(
+            f"{name}={method!r} is no schedule: it needs three finite numbers (a, b, c) per step, "
+            f"such as {example}"
         )
+    schedule: Schedule = method
+    return schedule
+
+
+def check_optional_method(name: str, method: Any) -> str | Schedule | None:
+    """As `check_method`; None is another way of choosing."""
+    return None if method is None else check_method(name, method)
+
+
+Method = Annotated[str | Schedule | None, check_optional_method]  # as an argument's hint
 
 
 def _is_step(step: object) -> bool:

@@ -27,7 +27,7 @@ from ._hosts.transformers import holds_parts
 from ._layer.linear import StructuredLinear
 from ._layer.state import GUARD
 from ._model.files import describe, restructure
-from ._model.linears import build_dense_layer, linear_layers, replace_layers
+from ._model.linears import Replacement, build_dense_layer, replace_layers, structured_layers
 
 __all__ = ["declare"]
 METHOD = "structlin"
@@ -111,15 +111,11 @@ class StructlinQuantizer(HfQuantizer):
         Raises:
             ValueError: a layer has an activation between its cores, so that it has no matrix.
         """
-        structured = {
-            layer.module: layer.names
-            for layer in linear_layers(model)
-            if isinstance(layer.module, StructuredLinear)
-        }
-        for layer, names in structured.items():
-            layer.structure.require_matrix(f"layer {names[0]!r}: dequantize")
+        layers = structured_layers(model)
+        for layer, module in layers:
+            module.structure.require_matrix(f"layer {layer.name!r}: dequantize")
         replace_layers(
-            model, [(names, build_dense_layer(layer)) for layer, names in structured.items()]
+            model, [Replacement(layer.names, build_dense_layer(module)) for layer, module in layers]
         )
         declare(model)
         return model.to(dtype) if dtype is not None else model

@@ -33,10 +33,11 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor import parallel as styles
 
 from ._engine import product
+from ._engine.operands import check_input
 from ._engine.operators import Affine
 from ._layer.linear import StructuredLinear
 from ._layer.order import store_as_declared_, store_outermost_
-from ._structure.arguments import check_input, checked
+from ._structure.arguments import checked
 from ._structure.cut import Cut, axis_of, cut
 from ._structure.structure import Structure
 

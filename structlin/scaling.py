@@ -7,8 +7,10 @@ orthogonal one.
 
 from collections.abc import Sequence
 from math import prod, sqrt
+from typing import Annotated
 
-from ._structure.arguments import checked, require_choice
+from ._structure.arguments import Range, checked, require_choice
+from ._structure.axes import MOST_AXES
 from ._structure.structure import Core
 
 __all__ = ["init_std", "lr_mult"]
@@ -79,7 +81,7 @@ def expected_norm(
 def lr_mult(
     core: Core,
     in_features: int,
-    cores: int,
+    cores: Annotated[int, Range(1, MOST_AXES)],
     *,
     optimizer: str = "adam",
     out_features: int | None = None,

@@ -19,7 +19,13 @@ from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear, uninitialised
 from .._model.decide import Decision
 from .._model.kinds import carry_attributes
-from .._model.linears import Layer, find_loose_matrices, replace_layers, require_unchanged
+from .._model.linears import (
+    Layer,
+    Replacement,
+    find_loose_matrices,
+    replace_layers,
+    require_unchanged,
+)
 from .._model.obstacles import require_replaceable
 from .._model.transaction import Step
 from .._projection.solve import project, relative_error
@@ -137,11 +143,11 @@ class Plan:
         declare = registry.find_declare(self.model)
         require_unchanged(self.model, targets)
         self._require_same_values()
-        new = [
-            (decision.layer.names, self._build_layer(decision, decision.resolved))
-            for decision in self.decisions
-            if decision.resolved is not None
-        ]
+        replacements = []
+        for decision in self.decisions:
+            if decision.resolved is not None:
+                new = self._build_layer(decision, decision.resolved)
+                replacements.append(Replacement(decision.layer.names, new))
 
         def finish(model: nn.Module, undo: list[Step]) -> None:
             self._write_values(undo)
@@ -149,7 +155,7 @@ class Plan:
                 registry.declare_untied(model)
             declare(model)
 
-        model = replace_layers(self.model, new, finish)
+        model = replace_layers(self.model, replacements, finish)
         self._used = True
         return model
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._structure.arguments import check_bias, check_cores, check_input
 from .._structure.structure import SILU_RMS, Move, Program, Structure
 from . import operators
+from .operands import check_bias, check_cores, check_input
 from .operators import Affine
 
 NEAR = 0.7  # of dense's FLOPs, from which on W is formed where there are many tokens

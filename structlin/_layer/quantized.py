@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from .._engine import operators, product
+from .._engine.operands import check_cores, check_input
 from .._hosts.transformers import is_guarded
-from .._structure.arguments import check_cores, check_input
 from .linear import StructuredLinear
 
 LEAST, LARGEST = -128, 127

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,22 @@ def linear_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
+class StructuredLayer(NamedTuple):
+    """A layer of a model that is structured, and its module by the type that it then has."""
+
+    layer: Layer
+    module: StructuredLinear
+
+
+def structured_layers(model: nn.Module) -> list[StructuredLayer]:
+    """The linear layers of `model` that are structured, in the same order."""
+    structured = []
+    for layer in linear_layers(model):
+        if isinstance(layer.module, StructuredLinear):
+            structured.append(StructuredLayer(layer, layer.module))
+    return structured
+
+
 def find_loose_matrices(model: nn.Module) -> list[LooseMatrices]:
     """The large matrices that no linear layer holds, parameter by parameter.
 
@@ -156,15 +172,22 @@ def find_declared_heads(model: nn.Module) -> set[nn.Module]:
     return heads
 
 
+class Replacement(NamedTuple):
+    """A new module, and all names of the place in the model that it takes."""
+
+    names: tuple[str, ...]
+    module: nn.Module
+
+
 def replace_layers(
     model: nn.Module,
-    replacements: Iterable[tuple[Iterable[str], nn.Module]],
+    replacements: Iterable[Replacement],
     finish: Callable[[nn.Module, list[Step]], None] = lambda model, undo: None,
 ) -> nn.Module:
     """Put each module under its names into `model`: all of them, or none if anything is raised.
 
     Args:
-        replacements: the names of a place in the model, and what it gets; all is built already.
+        replacements: all of them are built already.
         finish: what else belongs to the change, given the model that is returned. Before each thing
             that it does outside of the modules' attributes, it adds a step to the list that undoes
             it; see `as_it_was_on_error`.
@@ -174,13 +197,13 @@ def replace_layers(
     """
     root = model
     with as_it_was_on_error(model) as undo:
-        for names, new in replacements:
+        for names, module in replacements:
             for name in names:
                 if not name:
-                    root = new
+                    root = module
                     continue
                 parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, new)
+                setattr(model.get_submodule(parent), child, module)
         finish(root, undo)
     return root
 

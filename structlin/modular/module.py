@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from .._model.parameters import parameters_of
-from .._structure.arguments import checked, require_positive, show
+from .._structure.arguments import Range, checked, require_integer, show
+from .._tensors import Rate
 from ..duality import promote
 
 Width: TypeAlias = "int | tuple[Width, ...] | None"  #: number of features, where it is known
@@ -296,7 +297,7 @@ class Module(nn.Module):
 
     @checked
     @torch.no_grad()
-    def descend_(self, lr: float | Tensor, update: Weights | None = None) -> None:
+    def descend_(self, lr: Rate, update: Weights | None = None) -> None:
         """W <- W - lr * update, by default `dualize()`: a step of modular norm `lr`.
 
         Raises:
@@ -491,7 +492,7 @@ class Power(Composite):
     none: the identity."""
 
     def __init__(self, module: Module, exponent: int) -> None:
-        require_positive("M ** n: n", exponent, 0, MOST_COPIES)
+        require_integer("M ** n: n", exponent, Range(0, MOST_COPIES))
         copies = [copy.deepcopy(module) for _ in range(exponent)]
         for module_copy in copies:
             module_copy.reset_parameters()

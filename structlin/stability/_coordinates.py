@@ -10,14 +10,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations, product
 from statistics import linear_regression
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .._convert.summary import Table
-from .._structure.arguments import checked
+from .._structure.arguments import ANY_INTEGER, MAX_STEPS, Range, checked
 from ..duality import promote
 from ._live import format_number, rms_of, rms_over_calls, watch_outputs
 
@@ -147,8 +147,8 @@ def coordinate_check(
     *,
     loss: Callable[[nn.Module, Any], Tensor],
     optimizer: Callable[[nn.Module, int], Optimizer],
-    steps: int = 3,
-    seeds: Iterable[int] = (0, 1, 2),
+    steps: Annotated[int, Range(1, MAX_STEPS)] = 3,
+    seeds: Iterable[Annotated[int, ANY_INTEGER]] = (0, 1, 2),
     tolerance: float = 0.2,
 ) -> CoordinateCheck:
     """Do every layer's outputs, and what training changes in them, keep their size across widths?
@@ -193,9 +193,11 @@ def coordinate_check(
     >>> sorted({slope.layer for slope in check.not_flat})
     ['2']
     """
-    widths = sorted(widths)
+    widths = sorted(set(widths))
     batches = list(batches)
-    seeds = list(seeds)
+    seeds = list(dict.fromkeys(seeds))
+    if tolerance == 0:
+        raise ValueError(f"tolerance={tolerance!r} must be positive: no slope is exactly 0")
     if len(widths) < 2:
         raise ValueError(f"widths={widths}: a slope needs two different widths or more")
     if not batches or not seeds:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .._convert.summary import Table
 from .._model.calls import first_tensor
-from .._structure.arguments import checked, require_values
+from .._structure.arguments import checked
 from ..duality import promote
 from ._operator import Operator, modules_by_name, operators
 
@@ -105,7 +105,7 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
     >>> [(row.step, row.layer, row.update is not None) for row in log.rows]
     [(0, '0', True), (0, '1', False), (2, '0', True), (2, '1', False)]
     """
-    require_values(model)
+    _require_values(model)
     if model._compiled_call_impl is not None:
         raise ValueError(
             "model was compiled by model.compile(): pass what torch.compile(model) returns instead"
@@ -143,6 +143,16 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
         warnings.warn(
             "watch: no forward pass of the model with gradients enabled was seen", stacklevel=3
         )
+
+
+def _require_values(model: nn.Module) -> None:
+    """Raises ValueError if a parameter's values are not here."""
+    for name, parameter in model.named_parameters():
+        why = "is on meta; materialise it first (to_empty)" if parameter.is_meta else ""
+        if hasattr(parameter, "full_tensor"):
+            why = "is sharded (DTensor), which is not supported"
+        if why:
+            raise ValueError(f"model={type(model).__name__}: {name} {why}")
 
 
 class _Reader:

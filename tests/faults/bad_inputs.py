@@ -114,7 +114,7 @@ MEANT: dict[str, set[str]] = {}  # value -> arguments that may have it
 for meant in (
     _say("3; numpy 3", f"{_COUNTS} {_RATES} {_POSITIVE}"),
     _say("1.5; 10**30; numpy 0.5", f"{_RATES} {_POSITIVE}"),
-    _say("0", f"{_RATES} exponent refine sweeps padding seed tokens dim ignore_index momentum"),
+    _say("0", f"{_RATES} exponent refine sweeps seed dim ignore_index momentum"),
     _say("0", "beta bias epsilon gamma phi rho label_smoothing shampoo_beta"),
     _say("-1", "seed dim ignore_index a"),
     _say("None", "between bias keep"),

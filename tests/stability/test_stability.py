@@ -292,7 +292,7 @@ def test_watch_says_when_it_saw_nothing():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: watch("model").__enter__(), TypeError, "model=str must be a torch.nn.Module"),
+        (lambda: watch("model").__enter__(), TypeError, "model='model' must be a torch.nn.Module"),
         (
             lambda: watch(nn.Linear(2, 2, device="meta")).__enter__(),
             ValueError,
@@ -465,7 +465,7 @@ def test_an_activation_that_is_not_finite_is_not_flat():
         ({"batches": []}, ValueError, "batches=0"),
         ({"steps": 0}, ValueError, "steps=0"),
         ({"tolerance": 0}, ValueError, "tolerance=0 must be positive"),
-        ({"widths": [2.5, 4]}, ValueError, r"widths\[0\]=2.5 must be an integer"),
+        ({"widths": [2.5, 4]}, TypeError, r"widths\[0\]=2.5 must be an integer"),
         ({"build": lambda width: width}, TypeError, r"build\(2\) returned int, not a torch.nn.Mod"),
         ({"optimizer": lambda *_: None}, TypeError, r"optimizer\(model, 2\) returned NoneType"),
         ({"loss": lambda model, x: model(x)}, TypeError, r"returned Tensor of shape \(3, 2\)"),
