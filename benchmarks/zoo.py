@@ -16,15 +16,17 @@ Build = Callable[[], nn.Module]
 TOKENS = torch.arange(3, 15).reshape(2, 6)
 
 
-def of(kind: str, *shared: dict[str, Any], **own: Any) -> Build:
+def of(kind: str, *shared: dict[str, Any], **options: Any) -> Build:
     """What builds a model of that class of transformers, by its config's options."""
-    options = {name: value for each in (*shared, own) for name, value in each.items()}
+    config: dict[str, Any] = {}
+    for option_set in (*shared, options):
+        config |= option_set
 
     def build() -> nn.Module:
         import transformers
 
         model = getattr(transformers, kind)
-        return model(model.config_class(**options))
+        return model(model.config_class(**config))
 
     return build
 
@@ -77,7 +79,8 @@ MODELS: dict[str, Build] = {
         {"vision_config": {**IMAGE, "intermediate_size": 64}, "num_labels": 5},
     ),
 }
-llama, mamba = MODELS["llama"], MODELS["mamba"]
+llama = MODELS["llama"]
+mamba = MODELS["mamba"]
 IMAGES = ("vit", "dinov2", "swin", "siglip")
 
 

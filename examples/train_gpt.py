@@ -315,7 +315,7 @@ def parse(about, out, sizes, smoke, argv):
 def compare(build, data, options, head_std=0.0):
     """Dense by Muon, dense by SOAP, and as wide a structured model as dense's FLOPs allow by SOAP.
 
-    `build(width)` makes the dense model; `train_vit.py` has another one.
+    `build(width)` makes the dense model.
     """
     x, _ = data.heldout[0]
     widened = structlin.widen(

@@ -411,7 +411,7 @@ def test_what_does_not_compile_or_fit_is_left_out_and_said(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "# left out: Monarch 7 in 64 -> 64" in said
     assert "# left out: Kronecker, compiled: RuntimeError: no compiler\n" in said
-    variants.variants(SQUARE, "cpu", end=0)
+    variants.variants(SQUARE, "cpu", deadline=0)
     assert "# left out: Kronecker, compiled: no time\n" in capsys.readouterr().out
 
 
