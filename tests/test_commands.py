@@ -57,6 +57,8 @@ def folder(tmp_path_factory):
     [
         ("BTT(rank=__import__('os').getpid())", "is not written like BTT"),
         ("BTT(**{})", "BTT has no option 'None'"),
+        ("LowRank(rank='4')", "rank='4' must be an integer of at least 1"),
+        ("BTT(rank=1) + LowRank(rank=2)", "cannot be a sum"),
         ("", "is not written like"),
         ("BTT(rank='2')", "rank='2' must be an integer"),
         ("FFT()", "'FFT' is no family; there are dense, lowrank"),

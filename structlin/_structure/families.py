@@ -555,8 +555,10 @@ def _find_fitting(family: Family, widths: Mapping[str, int], side: str, size: in
         return features == width
 
     width = widths[side]
+    below = range(width - 1, width // 2, -1)
+    above = range(width + 1, size + 1)
     fitting = []
-    for candidates in (range(width - 1, width // 2, -1), range(width + 1, size + 1)):
+    for candidates in (below, above):
         nearest = next(filter(fits, candidates), None)
         if nearest is not None:
             fitting.append(nearest)
