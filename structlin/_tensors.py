@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ._structure.arguments import read_check, show
+from ._structure.arguments import CheckedBy, read_check, show
 
 _check_number = read_check(float)
 
@@ -67,6 +67,6 @@ def check_device(name: str, value: Any) -> Any:
     return value
 
 
-Rate = Annotated[float | Tensor, check_rate]
-Dtype = Annotated[torch.dtype | None, check_dtype]
-Device = Annotated[torch.device | str | int | None, check_device]
+Rate = Annotated[float | Tensor, CheckedBy(check_rate)]
+Dtype = Annotated[torch.dtype | None, CheckedBy(check_dtype)]
+Device = Annotated[torch.device | str | int | None, CheckedBy(check_device)]

@@ -30,8 +30,8 @@ from torch import Tensor
 
 import structlin
 
-from ._convert.summary import Table, hide_numbers, name_group, percent
 from ._model.saved import SavedLayer, read_saved
+from ._tables import Table, hide_numbers, name_group, percent
 
 PACKAGES = "einops", "safetensors", "transformers", "gguf"
 CONTEXT, BATCH, CALIBRATION, HELDOUT = 256, 2, 16, 8  # tokens, windows, batches, batches

@@ -23,6 +23,7 @@ from torch import Tensor
 from ._engine.cpu import library, polar
 from ._engine.cpu.library import has_matrix_unit
 from ._engine.operators import available
+from ._structure.arguments import CheckedBy
 from ._tensors import check_dtype, require_real
 from ._torch import call_while_tracing, has_bfloat16_instructions
 
@@ -230,7 +231,7 @@ def check_optional_method(name: str, method: Any) -> str | Schedule | None:
     return None if method is None else check_method(name, method)
 
 
-Method = Annotated[str | Schedule | None, check_optional_method]  # as an argument's hint
+Method = Annotated[str | Schedule | None, CheckedBy(check_optional_method)]  # as an argument's hint
 
 
 def _is_step(step: object) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .._convert.plan import Plan, Projection, Refined, check_values, project_by_weight, warn_of
 from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
-from .._structure.arguments import MAX_STEPS, Range, checked, require_choice
+from .._structure.arguments import MAX_STEPS, CheckedBy, Range, checked, require_choice
 from .project import project_in_order
 from .replay import Replay, observe
 from .sensitivity import LOSSES, Loss, measure_sensitivities
@@ -35,7 +35,7 @@ def compress(
     structure: Spec,
     batches: Iterable[Any] | None,
     *,
-    keep: Annotated[float | None, check_keep] = 0.5,
+    keep: Annotated[float | None, CheckedBy(check_keep)] = 0.5,
     count: str = "params",
     allocation: str = "sensitivity",
     loss: Loss = None,
@@ -127,7 +127,7 @@ def plan_compression(
     structure: Spec,
     batches: Iterable[Any] | None,
     *,
-    keep: Annotated[float | None, check_keep] = 0.5,
+    keep: Annotated[float | None, CheckedBy(check_keep)] = 0.5,
     count: str = "params",
     allocation: str = "sensitivity",
     loss: Loss = None,

@@ -18,7 +18,6 @@ from .._hosts import registry
 from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear, uninitialised
 from .._model.decide import Decision
-from .._model.kinds import carry_attributes
 from .._model.linears import (
     Layer,
     Replacement,
@@ -26,13 +25,14 @@ from .._model.linears import (
     replace_layers,
     require_unchanged,
 )
-from .._model.obstacles import require_replaceable
+from .._model.obstacles import carry_attributes, require_replaceable
 from .._model.transaction import Step
 from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
 from .._structure.families import explain_padding, label
 from .._structure.structure import Structure
-from .summary import Table, group_loose_matrices, hide_numbers, name_group, percent
+from .._tables import Table, hide_numbers, name_group, percent
+from .summary import group_loose_matrices
 
 _AGAIN = "make a new one"
 

@@ -5,9 +5,8 @@ from torch import nn
 
 from .._layer.linear import StructuredLinear, uninitialised
 from .._layer.quantized import QuantizedLinear
-from .._model.kinds import carry_attributes
 from .._model.linears import Replacement, replace_layers, structured_layers
-from .._model.obstacles import find_reason_to_keep, require_replaceable
+from .._model.obstacles import carry_attributes, find_reason_to_keep, require_replaceable
 from .._model.select import Patterns, find_first, find_rules
 from .._structure.arguments import checked
 

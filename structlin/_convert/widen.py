@@ -18,9 +18,10 @@ from .._model.decide import Spec
 from .._model.select import Patterns
 from .._structure.arguments import checked, require_choice, show
 from .._structure.families import DEFAULT, label
+from .._tables import Table, percent
 from .._torch import tree_map
 from .convert import STARTS, convert, plan
-from .summary import Table, percent, summary
+from .summary import summary
 
 MAX_WIDTH = 1 << 20
 FINE = 128  # up to so many times `multiple` every width is tried, beyond every second and so on

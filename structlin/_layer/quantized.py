@@ -11,7 +11,8 @@ from .._engine.operands import check_cores, check_input
 from .._hosts.transformers import is_guarded
 from .linear import StructuredLinear
 
-LEAST, LARGEST = -128, 127
+LEAST = -128
+LARGEST = 127
 
 
 class QuantizedLinear(StructuredLinear):

@@ -12,8 +12,8 @@ from .._hosts.registry import head_methods
 from .._hosts.transformers import build_conv1d, is_conv1d
 from .._layer.linear import StructuredLinear
 from .experts import layouts_of
-from .kinds import carry_attributes, role_of, widths
-from .obstacles import find_obstacle, find_what_is_lost
+from .kinds import role_of, widths
+from .obstacles import carry_attributes, find_obstacle, find_what_is_lost
 from .parameters import is_undeclared, parameters_of
 from .transaction import Step, as_it_was_on_error
 

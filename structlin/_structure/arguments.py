@@ -10,7 +10,7 @@ a float is finite and not negative. An argument of another range says so where i
 and one that needs a check of its own names a function of the argument's name and value, which
 returns the value or raises:
 
-    lr: Annotated[float | Tensor, check_rate]
+    lr: Annotated[float | Tensor, CheckedBy(check_rate)]
 """
 
 import sys
@@ -18,10 +18,10 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
-from inspect import Parameter, isfunction, signature
-from itertools import islice
+from inspect import Parameter, signature
+from itertools import chain, islice
 from numbers import Integral, Real
-from types import NoneType, UnionType
+from types import FrameType, NoneType, UnionType
 from typing import Annotated, Any, NewType, TypeVar, Union, get_args, get_origin, get_type_hints
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
@@ -50,6 +50,17 @@ class Range:
     most: int
 
 
+@dataclass(frozen=True)
+class CheckedBy:
+    """What alone checks an argument: a function of its name and value."""
+
+    check: "Check"
+
+    def __repr__(self) -> str:  # for `help`
+        return f"CheckedBy({self.check.__name__})"
+
+
+Check = Callable[[str, Any], Any]  # of an argument's name and value: the value, or an error
 COUNT = Range(1, LARGEST)
 ANY_INTEGER = Range(-(2**63), 2**63 - 1)
 
@@ -103,9 +114,6 @@ def fit(function: Callable[..., Any], values: Mapping[str, Any]) -> dict[str, An
     return {name: checks[name](name, values[name]) for name in values if name in checks}
 
 
-Check = Callable[[str, Any], Any]  # of an argument's name and value: the value, or an error
-
-
 @cache
 def read_checks(function: Callable[..., Any]) -> dict[str, Check]:
     """The check of each argument that has a hint. It is read at the first call: by then the classes
@@ -119,9 +127,9 @@ def read_checks(function: Callable[..., Any]) -> dict[str, Check]:
 
 def read_check(hint: Any) -> Check:
     """What a type hint asks of a value."""
-    if get_origin(hint) is Annotated and isfunction(hint.__metadata__[0]):
-        check: Check = hint.__metadata__[0]
-        return check
+    note = hint.__metadata__[0] if get_origin(hint) is Annotated else None
+    if isinstance(note, CheckedBy):
+        return note.check
     kinds = list_kinds(hint)
     types = {kind.type for kind in kinds}
     # A text is one of a few choices, or a pattern. The function itself says which there are.
@@ -132,6 +140,7 @@ def read_check(hint: Any) -> Check:
 
 
 def _take(name: str, value: Any) -> Any:
+    """The check of an argument that may have any value."""
     return value
 
 
@@ -175,7 +184,8 @@ class Kind:
     def words(self) -> str:
         """The type, in a message."""
         name = self.type.__name__
-        return _WORDS.get(name) or f"a{'n' * (name[0] in 'AEIOU')} {name}"
+        article = "an" if name[0] in "AEIOU" else "a"
+        return _WORDS.get(name, f"{article} {name}")
 
     def holds(self, value: Any) -> bool:
         """Whether `value` is of this type."""
@@ -236,7 +246,8 @@ class Container(Kind):
     def holds(self, value: Any) -> bool:
         if isinstance(value, str | bytes) or getattr(value, "ndim", 1) == 0:
             return False
-        return isinstance(value, (tuple, list) if self.type is tuple else self.type)
+        types = (tuple, list) if self.type is tuple else self.type
+        return isinstance(value, types)
 
 
 @dataclass(frozen=True)
@@ -281,7 +292,7 @@ def list_kinds(hint: Any) -> list[Kind]:
         return list_kinds(hint.__bound__ if isinstance(hint.__bound__, type) else object)
     origin = get_origin(hint)
     if origin in (Union, UnionType):
-        return [kind for member in get_args(hint) for kind in list_kinds(member)]
+        return [*chain.from_iterable(map(list_kinds, get_args(hint)))]
     if origin is Annotated and isinstance(hint.__metadata__[0], Range):
         return [Integer(int, hint.__metadata__[0])]
     if origin is Annotated:
@@ -380,7 +391,14 @@ def require_bounded(name: str, value: int, bound: int, formula: str) -> None:
 
 def warn(text: str) -> None:
     """Warn, as of the line outside of structlin and torch that led here."""
-    level, frame, ours = 1, sys._getframe(), ("structlin", "torch")
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ours:
-        level, frame = level + 1, frame.f_back
+    level = 1
+    frame = sys._getframe()
+    while frame.f_back and _is_inside(frame):
+        frame = frame.f_back
+        level += 1
     warnings.warn(text, UserWarning, stacklevel=level)
+
+
+def _is_inside(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__", ""))
+    return module.partition(".")[0] in ("structlin", "torch")

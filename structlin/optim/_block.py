@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from .._convert.summary import Table, hide_numbers
 from .._model.parameters import Weight, parameters_of
 from .._structure.arguments import checked, fit, require_choice, require_keys, show, warn
+from .._tables import Table, hide_numbers
 from .._tensors import Dtype, Rate
 from ..duality import Method, choose_polar
 from ._depth import Depth

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._convert.summary import Table
 from .._structure.arguments import ANY_INTEGER, MAX_STEPS, Range, checked
+from .._tables import Table
 from ..duality import promote
 from ._live import format_number, rms_of, rms_over_calls, watch_outputs
 

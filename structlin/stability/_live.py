@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._convert.summary import Table
 from .._model.calls import first_tensor
 from .._structure.arguments import checked
+from .._tables import Table
 from ..duality import promote
 from ._operator import Operator, modules_by_name, operators
 

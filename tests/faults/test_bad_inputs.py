@@ -86,7 +86,7 @@ class Static(Family):
 
 
 Width = NewType("Width", int)
-Even = Annotated[int, "a note of another library"]
+Even = Annotated[int, lambda value: value % 2 == 0]  # a note of another library
 
 
 class Hinted(Family):
