@@ -8,14 +8,14 @@ layers. The plan holds it.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from torch import nn
 
 from .._convert.plan import Plan, Projection, Refined, check_values, project_by_weight, warn_of
 from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
-from .._structure.arguments import checked, require_choice
+from .._structure.arguments import MAX_STEPS, CheckedBy, Range, checked, require_choice
 from .experts import (
     drop_unreached,
     fold,
@@ -29,7 +29,15 @@ from .experts import (
 from .project import project_in_order
 from .replay import Replay, observe
 from .sensitivity import LOSSES, Loss, measure_sensitivities
-from .sizes import Curves, Share, Weights, choose_sizes, list_offers, measure_curves
+from .sizes import (
+    Curves,
+    Share,
+    Weights,
+    check_keep,
+    choose_sizes,
+    list_offers,
+    measure_curves,
+)
 
 
 def compress(
@@ -37,11 +45,11 @@ def compress(
     structure: Spec,
     batches: Iterable[Any] | None,
     *,
-    keep: float | None = 0.5,
+    keep: Annotated[float | None, CheckedBy(check_keep)] = 0.5,
     count: str = "params",
     allocation: str = "sensitivity",
     loss: Loss = None,
-    refine: int = 0,
+    refine: Annotated[int, Range(0, MAX_STEPS)] = 0,
     include: Patterns | None = None,
     exclude: Patterns = (),
     overrides: Mapping[Any, Spec | None] | None = None,
@@ -129,11 +137,11 @@ def plan_compression(
     structure: Spec,
     batches: Iterable[Any] | None,
     *,
-    keep: float | None = 0.5,
+    keep: Annotated[float | None, CheckedBy(check_keep)] = 0.5,
     count: str = "params",
     allocation: str = "sensitivity",
     loss: Loss = None,
-    refine: int = 0,
+    refine: Annotated[int, Range(0, MAX_STEPS)] = 0,
     include: Patterns | None = None,
     exclude: Patterns = (),
     overrides: Mapping[Any, Spec | None] | None = None,

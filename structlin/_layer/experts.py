@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._engine import product
+from .._engine.operands import check_input
 from .._engine.operators import Affine
 from .._hosts.transformers import is_guarded
-from .._structure.arguments import check_input
 from .._structure.structure import Structure
 from .._torch import tree_map, without_subclasses
 from ..scaling import init_std

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -45,8 +45,16 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def split_batch(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+class Arguments(NamedTuple):
+    """What a model is called with."""
+
+    positional: tuple[Any, ...]
+    keyword: dict[str, Any]
+
+
+def split_batch(batch: Any) -> Arguments:
     """A call's arguments: a mapping is keywords, a tuple or list positions, else one argument."""
     if isinstance(batch, Mapping):
-        return (), {**batch}
-    return tuple(batch) if isinstance(batch, tuple | list) else (batch,), {}
+        return Arguments((), {**batch})
+    positional = tuple(batch) if isinstance(batch, tuple | list) else (batch,)
+    return Arguments(positional, {})

@@ -27,7 +27,7 @@ from .._layer.quantized import QuantizedLinear
 from .._layer.state import tell_difference
 from .._structure.arguments import checked, require_choice
 from .._structure.structure import Structure
-from .linears import Layer, linear_layers, replace_layers
+from .linears import Layer, Replacement, linear_layers, replace_layers
 from .stacks import ExpertsLayer, expert_layers, structured_experts
 from .transaction import Step, completed_at_end
 
@@ -61,6 +61,7 @@ def save(model: nn.Module, path: str | os.PathLike[str]) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    _require_path(path)
     folder = Path(path)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"path={str(folder)!r} is a file; save writes a folder")
@@ -111,6 +112,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     ...     load(nn.Sequential(nn.Linear(16, 16)), folder)[0].label
     'BTT(rank=1)'
     """
+    _require_path(path)
     with torch.inference_mode(False), torch.no_grad():
         described, tensors = _read_file(Path(path))
         copies: list[Step] = []
@@ -220,10 +222,8 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     return description
 
 
-def restructure(
-    model: nn.Module, modules: Mapping[str, Mapping[str, Any]]
-) -> list[tuple[tuple[str, ...], nn.Module]]:
-    """The layers that `model` must get to be as `modules` describes, and their names.
+def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> list[Replacement]:
+    """The layers that `model` must get to be as `modules` describes.
 
     They have the biases of the layers that they replace, and no other values yet. Layers that are
     as described already are left out. Nothing is changed.
@@ -237,7 +237,7 @@ def restructure(
     stacks = {name: stack for stack, names in structured_experts(model).items() for name in names}
     problems: list[str] = []
     # by the module that is replaced, so that a layer of several names is built once
-    replacements: dict[nn.Module, tuple[tuple[str, ...], nn.Module]] = {}
+    replacements: dict[nn.Module, Replacement] = {}
     for name, data in modules.items():
         layer: Layer | None = layers.get(name)
         new: nn.Module | None
@@ -246,13 +246,13 @@ def restructure(
                 layer = experts.get(name)
                 new = _build_experts(experts.get(name), stacks.get(name), data)
                 if layer is not None and new is not None:
-                    replacements[layer.module] = (layer.names, new)
+                    replacements[layer.module] = Replacement(layer.names, new)
                 continue
             if layer is None:
                 raise ValueError(_explain_missing(name, layers))
             new = _build_layer(layer, data)
             if new is not None:
-                replacements[layer.module] = (layer.names, new)
+                replacements[layer.module] = Replacement(layer.names, new)
         except _MALFORMED as error:
             problems.append(f"{name!r}: {str(error)[:_LONGEST]}")
     for name in describe(model):
@@ -404,3 +404,8 @@ def _copy_like(tensor: Tensor, value: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(copy, tensor.requires_grad)
     return copy
+
+
+def _require_path(path: str | os.PathLike[str]) -> None:
+    if not os.fspath(path):
+        raise ValueError(f"path={path!r} is empty; take a folder")

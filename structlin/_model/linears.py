@@ -12,8 +12,8 @@ from .._hosts.registry import head_methods
 from .._hosts.transformers import build_conv1d, is_conv1d
 from .._layer.linear import StructuredLinear
 from .experts import layouts_of
-from .kinds import carry_attributes, role_of, widths
-from .obstacles import find_obstacle, find_what_is_lost
+from .kinds import role_of, widths
+from .obstacles import carry_attributes, find_obstacle, find_what_is_lost
 from .parameters import is_undeclared, parameters_of
 from .transaction import Step, as_it_was_on_error
 
@@ -141,6 +141,22 @@ def linear_layers(model: nn.Module) -> list[Layer]:
     return layers
 
 
+class StructuredLayer(NamedTuple):
+    """A layer of a model that is structured, and its module by the type that it then has."""
+
+    layer: Layer
+    module: StructuredLinear
+
+
+def structured_layers(model: nn.Module) -> list[StructuredLayer]:
+    """The linear layers of `model` that are structured, in the same order."""
+    structured = []
+    for layer in linear_layers(model):
+        if isinstance(layer.module, StructuredLinear):
+            structured.append(StructuredLayer(layer, layer.module))
+    return structured
+
+
 def find_loose_matrices(model: nn.Module) -> list[LooseMatrices]:
     """The large matrices that no linear layer holds, parameter by parameter.
 
@@ -183,16 +199,24 @@ def find_declared_heads(model: nn.Module) -> set[nn.Module]:
     return heads
 
 
+class Replacement(NamedTuple):
+    """A new module, or the parameter of experts, and all names of the place in the model that it
+    takes."""
+
+    names: tuple[str, ...]
+    module: nn.Module | nn.Parameter
+
+
 def replace_layers(
     model: nn.Module,
-    replacements: Iterable[tuple[Iterable[str], nn.Module | nn.Parameter]],
+    replacements: Iterable[Replacement],
     finish: Callable[[nn.Module, list[Step]], None] = lambda model, undo: None,
 ) -> nn.Module:
     """Put each module, or parameter, under its names into `model`: all of them, or none if anything
     is raised.
 
     Args:
-        replacements: the names of a place in the model, and what it gets; all is built already.
+        replacements: all of them are built already.
         finish: what else belongs to the change, given the model that is returned. Before each thing
             that it does outside of the modules' attributes, it adds a step to the list that undoes
             it; see `as_it_was_on_error`.
@@ -202,17 +226,17 @@ def replace_layers(
     """
     root = model
     with as_it_was_on_error(model) as undo:
-        for names, new in replacements:
+        for names, module in replacements:
             for name in names:
                 if not name:
-                    assert isinstance(new, nn.Module)
-                    root = new
+                    assert isinstance(module, nn.Module)
+                    root = module
                     continue
                 parent, _, child = name.rpartition(".")
                 holder = model.get_submodule(parent)
-                if isinstance(new, nn.Module):  # experts take the place of a parameter
+                if isinstance(module, nn.Module):  # experts take the place of a parameter
                     holder._parameters.pop(child, None)
-                setattr(holder, child, new)
+                setattr(holder, child, module)
         finish(root, undo)
     return root
 

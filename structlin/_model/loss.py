@@ -4,7 +4,7 @@ time, and no logit is computed twice."""
 from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from .._structure.arguments import checked, require_choice, show
+from .._structure.arguments import ANY_INTEGER, checked, require_choice, show
 from .._torch import is_autocast_enabled, keeps_graph, leave_uncompiled
 from .obstacles import find_what_is_lost
 
@@ -31,7 +31,7 @@ def linear_cross_entropy(
     layer: nn.Module,
     target: Tensor,
     *,
-    ignore_index: int = -100,
+    ignore_index: Annotated[int, ANY_INTEGER] = -100,
     reduction: str = "mean",
 ) -> Tensor:
     """`F.cross_entropy(layer(input).flatten(0, -2), target.flatten(), ...)`, without all logits.

@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from .._layer.experts import DenseExperts, Lay, StructuredExperts
 from .experts import find_lay, layouts_of
-from .kinds import PROTECTED, is_bookkeeping, role_of
+from .kinds import PROTECTED, role_of
 from .linears import Holder, Layer
+from .obstacles import is_bookkeeping
 
 
 @dataclass

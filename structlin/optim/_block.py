@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from .._convert.summary import Table, hide_numbers
 from .._model.parameters import Weight, parameters_of
 from .._structure.arguments import checked, fit, require_choice, require_keys, show, warn
-from ..duality import Schedule, check_method, choose_polar
+from .._tables import Table, hide_numbers
+from .._tensors import Dtype, Rate
+from ..duality import Method, choose_polar
 from ._depth import Depth
 from ._rates import KEPT, list_parameters, require_kept, require_names
 from ._roster import (
@@ -79,20 +80,20 @@ class BlockOptimizer(Optimizer):
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 0.02,
+        lr: Rate = 0.02,
         *,
         model: nn.Module | None = None,
         options: Mapping[str, Any] | None = None,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
         dualize: str = "hidden",
-        method: str | Schedule | None = None,
-        dtype: torch.dtype | None = None,
+        method: Method = None,
+        dtype: Dtype = None,
         adjust_lr_fn: str = "rms",
         masses: Masses | None = None,
         base: Base = None,
         depth: Depth | None = None,
-        other_lr: float | Tensor = 1e-3,
+        other_lr: Rate = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         nonfinite: str = "raise",
@@ -332,8 +333,6 @@ class BlockOptimizer(Optimizer):
         for name, value in fractions.items():
             if not 0 <= value < 1:
                 raise ValueError(f"{name}={value!r} must be at least 0 and below 1")
-        if options.get("method") is not None:
-            check_method(options["method"])
         if "adjust_lr_fn" in options:
             require_choice("adjust_lr_fn", options["adjust_lr_fn"], SCALES)
         return options

@@ -8,11 +8,11 @@ for masses.
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._structure.arguments import checked
-from ..duality import Schedule
+from .._tensors import Dtype, Rate
+from ..duality import Method
 from ._block import BlockOptimizer
 from ._depth import Depth
 from ._roster import Masses
@@ -106,19 +106,19 @@ class Muon(BlockOptimizer):
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 0.02,
+        lr: Rate = 0.02,
         *,
         model: nn.Module | None = None,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
         dualize: str = "hidden",
-        method: str | Schedule | None = None,
-        dtype: torch.dtype | None = None,
+        method: Method = None,
+        dtype: Dtype = None,
         adjust_lr_fn: str = "rms",
         masses: Masses | None = None,
         base: Base = None,
         depth: Depth | None = None,
-        other_lr: float | Tensor = 1e-3,
+        other_lr: Rate = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         nonfinite: str = "raise",

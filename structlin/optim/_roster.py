@@ -8,7 +8,6 @@ from math import inf, sqrt
 import torch
 from torch import Tensor, nn
 
-from .._convert.summary import hide_numbers
 from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear
 from .._model.kinds import PROTECTED, role_of, widths
@@ -21,6 +20,7 @@ from .._model.parameters import (
     parameters_of,
 )
 from .._model.select import suggest_names
+from .._tables import hide_numbers
 from ._sharding import find_misplaced
 
 Masses = Mapping[str, float | tuple[float, ...]]

@@ -16,7 +16,8 @@ from torch.linalg import householder_product  # the Q of a QR, without R
 from .._model.parameters import Weight
 from .._projection.matrices import limit_threads
 from .._structure.arguments import checked
-from ..duality import Schedule, promote
+from .._tensors import Dtype, Rate
+from ..duality import Method, promote
 from ._block import BlockOptimizer
 from ._depth import Depth
 from ._roster import Masses
@@ -177,7 +178,7 @@ class SOAP(BlockOptimizer):
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 0.02,
+        lr: Rate = 0.02,
         *,
         model: nn.Module | None = None,
         momentum: float = 0.9,
@@ -186,13 +187,13 @@ class SOAP(BlockOptimizer):
         max_precond_dim: int = 1024,
         weight_decay: float = 0.0,
         dualize: str = "hidden",
-        method: str | Schedule | None = None,
-        dtype: torch.dtype | None = None,
+        method: Method = None,
+        dtype: Dtype = None,
         adjust_lr_fn: str = "rms",
         masses: Masses | None = None,
         base: Base = None,
         depth: Depth | None = None,
-        other_lr: float | Tensor = 1e-3,
+        other_lr: Rate = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         nonfinite: str = "raise",
