@@ -339,6 +339,31 @@ def show_table(result: Row) -> str:
     return report.table([*heads, "CPU s"], lines)
 
 
+def find_numbers(result: Row) -> dict[str, str]:
+    """What the page says: the sizes, and how the best of both sides compare, at each size."""
+    setting = result["setting"]
+    texts = []
+    for keep in sorted({row["keep"] for row in result["rows"] if row["keep"] < 1}, reverse=True):
+        rows = [row for row in result["rows"] if row["keep"] == keep]
+        peer = min(
+            (row for row in rows if row["method"] in PEERS), key=lambda row: row["divergence"]
+        )
+        best = min(
+            (row for row in rows if row["method"] in OURS), key=lambda row: row["divergence"]
+        )
+        ratio = best["divergence"] / peer["divergence"]
+        texts.append(
+            f"at {keep:.0%} the lowest divergence of this library, {best['divergence']:.4f} "
+            f"({best['method']}), is {ratio:.2f} times that of the best peer, "
+            f"{peer['divergence']:.4f} ({peer['method']})"
+        )
+    return {
+        "experts.steps": str(setting["steps"]),
+        "experts.tokens": f"{setting['calibration'] * setting['length']:,}",
+        "experts.verdict": "A" + "; ".join(texts)[1:] + ".",
+    }
+
+
 def plot(result: Row) -> Figure:
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
@@ -358,6 +383,7 @@ EXPERIMENT = Experiment(
     name="experts",
     about=__doc__,
     tables={"mixture of experts": show_table},
+    numbers=find_numbers,
     run=run,
     axes={"method": ["dense", *PEERS, *OURS], "keep": list_keeps},
     seeds=0,

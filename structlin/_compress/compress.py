@@ -63,6 +63,10 @@ def compress(
     The model runs in eval mode. Device, dtype, `requires_grad`, training mode and attributes that
     somebody has set on a layer stay. `convert` is for a model that starts afresh.
 
+    A parameter that holds the matrices of all experts of a mixture is a layer too: each matrix is
+    projected for the tokens that reach its expert, in the model compressed so far, and all of them
+    get the same structure. How they lie is read from transformers, or declared (`declare_weights`).
+
     Args:
         model: any module; it is changed.
         structure: a family such as `LowRank(rank=1)`, whose rank or number of blocks is chosen for
