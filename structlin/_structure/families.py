@@ -67,7 +67,7 @@ class Family(ABC):
         """The same family in every size that `compress` may choose, from the least parameters to
         the most; empty if there is nothing to choose.
 
-        Those that do not fit these widths, or cost as much as a dense matrix, are passed over. A
+        Sizes that do not fit these widths, or cost as much as a dense matrix, are passed over. A
         family with a rank may give `[replace(self, rank=rank) for rank in range(1, 257)]`.
 
         >>> BlockDiagonal(blocks=1).sizes(3, 6), Kronecker().sizes(3, 6)
