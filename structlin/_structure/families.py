@@ -601,9 +601,12 @@ def _tt_sizes(
     rank: int | tuple[int, ...], bounds: list[int], i: tuple[int, ...], j: tuple[int, ...]
 ) -> dict[str, int]:
     """Sizes of all axes; `bounds` are those of the bonds r_1 .. r_(c-1)."""
-    ranks = (rank,) * len(bounds) if isinstance(rank, int) else rank
-    if isinstance(rank, int) and bounds:
-        require_bounded("rank", rank, min(bounds), "min over the bonds")
+    if isinstance(rank, int):
+        ranks = (rank,) * len(bounds)
+        if bounds:
+            require_bounded("rank", rank, min(bounds), "min over the bonds")
+    else:
+        ranks = rank
     for t, (value, bound) in enumerate(zip(ranks, bounds, strict=True), start=1):
         require_bounded(f"rank[{t - 1}]", value, bound, f"of bond {t}")
     sizes = {}
