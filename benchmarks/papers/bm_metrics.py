@@ -89,7 +89,7 @@ class MLP(nn.Module):
         self.norm = nn.RMSNorm(width, elementwise_affine=False)
         self.hidden = structlin.StructuredLinear(width, width, family, bias=False, init="spectral")
         self.head = nn.Linear(width, 10, bias=False)
-        nn.init.normal_(self.input.weight, std=1 / 8)
+        nn.init.normal_(self.input.weight, std=1 / 8)  # 1 / sqrt(64)
         nn.init.normal_(self.head.weight, std=1 / width)
 
     def forward(self, x: Tensor) -> Tensor:

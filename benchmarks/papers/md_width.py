@@ -45,7 +45,7 @@ BATCH = 128
 
 
 def mlp(method: str, width: int) -> nn.Sequential:
-    """64 -> width -> width -> 10, started as `method` asks for."""
+    """64 -> width -> width -> 10, started as `method` asks for; "Adam, SP" leaves torch's start."""
     model = models.mlp(Digits.inputs, width, width, Digits.outputs, bias=False)
     for linear in model[::2]:
         if method == "Adam, muP":

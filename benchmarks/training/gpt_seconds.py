@@ -469,12 +469,12 @@ def sooner(table: Sequence[Row], setup: str, ours: Row) -> list[float]:
 
 
 def rates(result: Row) -> str:
-    """A table of docs/optimizers.md: the best lr of each width, and other_lr."""
+    """A table of docs/optimizers.md: the best lr and other_lr of each width, by optimizer."""
     cells: dict[tuple[str, str], str] = {}
-    for row in sorted(result["table"], key=lambda row: row["width"]):
+    for row in result["table"]:
         if has_two_rates(row):
             place = (f"{row['setup']}, {row['width']}", name_of(row))
-            cells[place] = ", ".join(report.rate(row[name]) for name in START)
+            cells[place] = f"{report.rate(row['lr'])}, {report.rate(row['other_lr'])}"
     return report.pivot(dict(sorted(cells.items())))
 
 

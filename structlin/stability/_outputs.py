@@ -20,15 +20,15 @@ def watch_outputs(
 
     Input and output are the first floating-point tensors of either; an input may be missing.
     """
-    last: list[Tensor] = []
+    previous: list[Tensor] = []  # the last output that was seen, one at most
 
     def hook(name: str) -> Callable[..., None]:
         def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            made = first_tensor(output)
-            if made is None or not made.numel() or any(made is one for one in last):
+            y = first_tensor(output)
+            if y is None or not y.numel() or (previous and y is previous[0]):
                 return
-            last[:] = [made]
-            see(name, first_tensor((args, kwargs)), made)
+            previous[:] = [y]
+            see(name, first_tensor((args, kwargs)), y)
 
         return record
 
