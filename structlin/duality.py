@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ._engine.cpu import library, polar
+from ._engine.cpu import polar
 from ._engine.cpu.library import has_matrix_unit
-from ._engine.operators import available
+from ._engine.operators import is_plain
 from ._structure.arguments import CheckedBy
 from ._tensors import check_dtype, require_real
 from ._torch import call_while_tracing, has_bfloat16_instructions
@@ -150,7 +150,8 @@ def choose_polar(
 
     Without a method it is 5 steps of "fast". Without a dtype too they are in bfloat16, if the short
     side has 64 or more and the device has products of bfloat16. Float64 stays in its dtype, as does
-    what the compiled engine takes: fewer than 2^14 numbers in float32 on a CPU.
+    what the compiled engine takes: fewer than 2^14 numbers in float32 on a CPU. The engine is not
+    compiled for it: whether there is one is asked once in a process.
 
     >>> choose_polar((8, 16), torch.float64, torch.device("cpu")).dtype
     torch.float64
@@ -181,7 +182,7 @@ def _gains_by_16_bits(shape: tuple[int, int], dtype: torch.dtype, device: torch.
     if not has_bfloat16_products(device):
         return False
     is_small = shape[0] * shape[1] < LARGE_MATRIX
-    by_engine = is_small and device.type == "cpu" and dtype == torch.float32 and library.load()
+    by_engine = is_small and device.type == "cpu" and dtype == torch.float32 and polar.has_engine()
     return not by_engine
 
 
@@ -357,7 +358,9 @@ def _of_unit_size(x: Tensor) -> Tensor:
 def _is_of_safe_size(x: Tensor) -> bool:
     """Whether no norm of a schedule underflows or overflows as it is: then a power of two changes
     no bit. A plain tensor on a CPU can be asked for less than `_of_unit_size` takes."""
-    if x.dtype == torch.float16 or torch.compiler.is_compiling() or not available(x):
+    if x.dtype == torch.float16 or torch.compiler.is_compiling():
+        return False
+    if not (x.is_cpu and is_plain(x)):
         return False
     norms = torch.linalg.vector_norm(x, dim=(-2, -1))
     return bool(((norms > 1e-10) & (norms < 1e10)).all())

@@ -276,10 +276,12 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         check_cores(self.structure, cores)
         if self.cores[0].is_meta:
             raise ValueError("the layer is on the meta device: move it with to_empty(device=...)")
-        for n, (parameter, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):
+        for parameter, core in zip(self.cores, cores, strict=True):
             parameter.copy_(core)
-            if self.gains is not None:
-                self.gains[n] = max(1.0, core.float().square().mean().sqrt().item() / std)
+        if self.gains is not None:
+            for n, core in enumerate(cores):
+                rms = core.float().square().mean().sqrt().item()
+                self.gains[n] = max(1.0, rms / self.stds[n])
         return self
 
     def computes_with(self) -> dict[str, Any]:

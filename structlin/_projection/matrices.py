@@ -27,7 +27,8 @@ def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         orthonormal, triangle = torch.linalg.qr((basis.mT @ matrices).mT)
         left = basis @ triangle.mT
         right = orthonormal.mT
-    return F.pad(left, (0, rank - k)), right[:, torch.arange(rank, device=right.device) % k]
+    repeated_rows = torch.arange(rank, device=right.device) % k
+    return F.pad(left, (0, rank - k)), right[:, repeated_rows]
 
 
 def approach(matrices: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,7 +103,8 @@ def solve_damped(gram: Tensor, right: Tensor) -> Tensor:
 
 def _take_damped_root(gram: Tensor) -> Tensor:
     mean = mean_diagonal(gram)[..., None, None]
-    damping = torch.where(mean > 0, mean, torch.ones_like(mean)) * sqrt(torch.finfo(gram.dtype).eps)
+    unit = torch.where(mean > 0, mean, torch.ones_like(mean))
+    damping = unit * sqrt(torch.finfo(gram.dtype).eps)
     root: Tensor = torch.linalg.cholesky(gram + damping * identity_like(gram))
     return root
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from .._structure.arguments import ANY_INTEGER, MAX_STEPS, Range, checked
 from .._tables import Table
 from ..duality import promote
-from ._live import format_number, rms_of, rms_over_calls, watch_outputs
+from ._outputs import format_number, rms_of, rms_over_calls, watch_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,10 +1,22 @@
-"""`watch`: how stable the layers of a live model are."""
+"""`watch`: how stable the layers of a live model are.
+
+A layer `y = W x`, from d_in to d_out features, is stable if three numbers stay of order 1 over
+training, at every width:
+
+    forward     RMS(y) / RMS(x)             measured on the live batch, bias included
+    dependency  sqrt(d_in / d_out) |W|_2    the most that RMS(y) can be, or change by, at unit RMS
+    update      sqrt(d_in / d_out) |dW|_2   the most that a step changes RMS(y), x of unit RMS
+
+(Over all x of unit RMS the first is the second; on one batch it shows how well inputs and weights
+are aligned.) Sources: "Beyond MuP 2" (2026, kexue.fm/archives/11605) for the three numbers;
+spectral norms by randomised block Krylov iteration: Musco & Musco 2015 (arXiv:1504.05477).
+"""
 
 import math
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,11 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._model.calls import first_tensor
-from .._structure.arguments import checked
-from .._tables import Table
-from ..duality import promote
-from ._operator import Operator, modules_by_name, operators
+from benchmarks.harness.operator_norms import Operator, operators
+from structlin._structure.arguments import checked
+from structlin._tables import Table
+from structlin.stability._outputs import format_number, rms_of, rms_over_calls, watch_outputs
 
 
 @dataclass(frozen=True)
@@ -65,11 +76,6 @@ class Log:
 
     def __str__(self) -> str:
         return str(self.table())
-
-
-def format_number(value: float) -> str:
-    """A number with four decimals, or a power of ten where they would not do."""
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or not value else f"{value:.2e}"
 
 
 @checked
@@ -219,41 +225,3 @@ class _Reader:
         key = name, before is not None
         norm, self._starts[key] = self.found[name].norm(before, self._starts.get(key))
         return norm
-
-
-# ---- what modules see and make ------------------------------------------------------------------
-
-
-@contextmanager
-def watch_outputs(
-    model: nn.Module, see: Callable[[str, Tensor | None, Tensor], None]
-) -> Iterator[None]:
-    """Calls `see(name, input, output)` for each module whose output no module inside of it made.
-
-    Input and output are the first floating-point tensors of either; an input may be missing.
-    """
-    previous: list[Tensor] = []  # the last output that was seen, one at most
-
-    def hook(name: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            y = first_tensor(output)
-            if y is None or not y.numel() or (previous and y is previous[0]):
-                return
-            previous[:] = [y]
-            see(name, first_tensor((args, kwargs)), y)
-
-        return record
-
-    with ExitStack() as hooks:
-        for name, module in modules_by_name(model):
-            hooks.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
-        yield
-
-
-def rms_of(x: Tensor) -> Tensor:
-    return promote(x.detach()).square().mean().sqrt()
-
-
-def rms_over_calls(values: Sequence[Tensor]) -> float:
-    """The RMS over several calls of a module from each call's."""
-    return torch.stack(list(values)).square().mean().sqrt().item()

@@ -4,7 +4,7 @@ Source: Musco & Musco 2015 (arXiv:1504.05477), randomised block Krylov iteration
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -13,11 +13,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from .._engine.product import apply
-from .._layer.linear import StructuredLinear
-from .._model.parameters import Weight, named_modules, weights_of
-from ..duality import promote
-from ..optim._stacks import to_matrices
+from structlin._engine.product import apply
+from structlin._layer.linear import StructuredLinear
+from structlin._model.parameters import Weight, weights_of
+from structlin.duality import promote
+from structlin.optim._stacks import to_matrices
+from structlin.stability._outputs import modules_by_name
 
 VECTORS = 8  # of a block
 POWERS = 2  # of W^T W in a sweep
@@ -83,12 +84,6 @@ class Operator:
 
         with torch.autocast(now[0].device.type, enabled=False):
             return rms_norm(linear, self.shape, start, like=now[0])
-
-
-def modules_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Named as without wrappers; the model itself under the name of its class."""
-    for name, module in named_modules(model):
-        yield name or type(module).__name__, module
 
 
 def operators(model: nn.Module, inputs: Mapping[str, torch.Size]) -> dict[str, Operator]:
