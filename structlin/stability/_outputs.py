@@ -55,4 +55,6 @@ def modules_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def format_number(value: float) -> str:
     """A number with four decimals, or a power of ten where they would not do."""
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or not value else f"{value:.2e}"
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        return f"{value:.4f}"
+    return f"{value:.2e}"
