@@ -37,7 +37,8 @@ from torch import Tensor, nn
 import structlin
 from benchmarks.compression.peers import cut_rank, take_root
 from benchmarks.harness import report
-from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.experiment import Experiment
+from benchmarks.harness.record import Row
 
 FAMILIES: dict[str, Any] = {"low-rank": structlin.LowRank(rank=1), "BTT": structlin.BTT(rank=1)}
 PEERS = ("SVD", "SVD-LLM, shared", "SVD-LLM, routed", "pruned by size", "pruned by use")
@@ -74,22 +75,25 @@ def build(width: int, layers: int, experts: int) -> Any:
     """A Qwen3-MoE of random weights, two experts for each token."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    config = Qwen3MoeConfig(
-        vocab_size=256,
-        hidden_size=width,
-        moe_intermediate_size=width,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=width // 4,
-        num_experts=experts,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        router_aux_loss_coef=0.01,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        experts_implementation="eager",
-    )
+    sizes: dict[str, Any] = {
+        "vocab_size": 256,
+        "hidden_size": width,
+        "moe_intermediate_size": width,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": width // 4,
+        "num_experts": experts,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 1024,
+    }
+    options: dict[str, Any] = {
+        "norm_topk_prob": True,
+        "router_aux_loss_coef": 0.01,
+        "tie_word_embeddings": False,
+        "experts_implementation": "eager",
+    }
+    config = Qwen3MoeConfig(**sizes, **options)
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(config)
 
@@ -340,27 +344,20 @@ def show_table(result: Row) -> str:
 
 
 def find_numbers(result: Row) -> dict[str, str]:
-    """What the page says: the sizes, and how the best of both sides compare, at each size."""
+    """What the page says: the sizes, and our divergence over the best peer's, by what is kept."""
     setting = result["setting"]
     texts = []
     for keep in sorted({row["keep"] for row in result["rows"] if row["keep"] < 1}, reverse=True):
-        rows = [row for row in result["rows"] if row["keep"] == keep]
-        peer = min(
-            (row for row in rows if row["method"] in PEERS), key=lambda row: row["divergence"]
-        )
-        best = min(
-            (row for row in rows if row["method"] in OURS), key=lambda row: row["divergence"]
-        )
-        ratio = best["divergence"] / peer["divergence"]
-        texts.append(
-            f"at {keep:.0%} the lowest divergence of this library, {best['divergence']:.4f} "
-            f"({best['method']}), is {ratio:.2f} times that of the best peer, "
-            f"{peer['divergence']:.4f} ({peer['method']})"
-        )
+        divergences = {
+            row["method"]: row["divergence"] for row in result["rows"] if row["keep"] == keep
+        }
+        best = min(PEERS, key=divergences.__getitem__)
+        shares = [f"{method} {divergences[method] / divergences[best]:.2f}" for method in OURS]
+        texts.append(f"at {keep:.0%} (best peer: {best}) {'; '.join(shares)}")
     return {
         "experts.steps": str(setting["steps"]),
         "experts.tokens": f"{setting['calibration'] * setting['length']:,}",
-        "experts.verdict": "A" + "; ".join(texts)[1:] + ".",
+        "experts.verdict": ". ".join(text[0].upper() + text[1:] for text in texts),
     }
 
 
