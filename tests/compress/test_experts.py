@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -507,3 +508,32 @@ def test_save_pretrained_and_from_pretrained_give_the_same_mixture(tmp_path, imp
         dense(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5, rtol=1e-4
     )
     assert "quantization_config" not in vars(dense.config)
+
+
+# ---- routing that differs between calls and models -----------------------------------------------
+
+
+def test_as_many_tokens_of_an_expert_in_both_models_are_no_pairs():
+    stop = SimpleNamespace
+    dense, compressed = torch.zeros(3, 4), torch.ones(3, 4)
+    wait = stop(call=stop(masks=[]), dense=stop(input=dense), compressed=stop(input=compressed))
+    [pair] = projecting._pair_inputs([wait], are_tokens_same=False)
+    assert pair.x is compressed
+    assert pair.z is compressed
+    [pair] = projecting._pair_inputs([wait], are_tokens_same=True)
+    assert pair.x is dense
+    assert pair.z is compressed
+
+
+def test_an_expert_that_only_batches_without_gradients_reach_is_projected_for_their_tokens():
+    model = make_mixture()
+    weight = model.experts.gate_up[3, :INSIDE].detach().double()
+    batches = [make_tokens([40, 40, 40, 0], seed=n) for n in range(16)]
+    rows = make_tokens([0, 0, 0, 300], seed=20)
+    batches[1] = torch.cat([batches[1], rows])  # of 16 calls, eight have gradients: 0, 2, 4, ...
+    compress(model, LowRank(rank=3), batches, keep=None, include="*gate_up")
+    matrix = multiply_cores(model.experts.gate_up)[6].double()
+    rows = rows.double()
+    found = ((weight - matrix) @ rows.mT).norm()
+    left = torch.linalg.svdvals(weight @ rows.mT)[3:].norm()
+    assert found.item() == pytest.approx(left.item(), rel=0.02)
