@@ -10,7 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from structlin import BTT, LowRank, compress, densify, load, plan_compression, save, summary
+from structlin import (
+    BTT,
+    Kronecker,
+    LowRank,
+    compress,
+    densify,
+    load,
+    plan_compression,
+    save,
+    summary,
+)
 from structlin._compress import project as projecting
 from structlin._convert import plan as planning
 from structlin._layer.experts import DenseExperts, Lay, StructuredExperts
@@ -537,3 +547,15 @@ def test_an_expert_that_only_batches_without_gradients_reach_is_projected_for_th
     found = ((weight - matrix) @ rows.mT).norm()
     left = torch.linalg.svdvals(weight @ rows.mT)[3:].norm()
     assert found.item() == pytest.approx(left.item(), rel=0.02)
+
+
+def test_an_expert_without_gradients_is_projected_as_if_all_outputs_counted_alike():
+    batches = [make_tokens([40, 40, 40, 0], seed=n) for n in range(16)]
+    batches[1] = torch.cat([batches[1], make_tokens([0, 0, 0, 300], seed=20)])
+    options = {"keep": None, "include": "*gate_up"}
+    by_harm = compress(make_mixture(), Kronecker(), batches, **options)
+    alike = compress(make_mixture(), Kronecker(), batches, allocation="error", **options)
+    found = by_harm.experts.gate_up.to_dense()
+    expected = alike.experts.gate_up.to_dense()
+    torch.testing.assert_close(found[3], expected[3])
+    assert not torch.allclose(found[0], expected[0])
