@@ -67,9 +67,12 @@ def limit_threads(most: int, only_if: bool = True) -> Iterator[None]:
 
 
 def make_definite(c: Tensor, name: str = "covariance", hint: str = OF_INPUTS) -> Tensor:
-    """C to a mean variance of 1, plus the least multiple of the identity that makes it numerically
-    positive definite: inputs that never vary keep W's own columns, as far as the structure can hold
-    them. The diagonal alone of a diagonal matrix is one too."""
+    """C scaled to a mean variance of 1, plus the identity times the least power of ten that makes
+    the sum numerically positive definite.
+
+    Inputs that never vary then keep W's own columns, as far as the structure can hold them. `c` may
+    be the diagonal of a diagonal C.
+    """
     if c.ndim == 1:
         return c / (c.mean() or 1.0) + 1e-14
     c = (c + c.mT) / 2

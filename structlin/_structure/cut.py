@@ -109,7 +109,7 @@ def cut(structure: Structure, axis: str, parts: int) -> Cut:
     >>> divided.dims, divided.head, divided.body
     ((None, 1), Structure('i -> r', 'r i', i=64, r=4), Structure('r -> o', 'o r', o=64, r=4))
     """
-    axis_of(structure, axis)
+    axis_of(structure, axis)  # which refuses what is no axis
     _require_divisible(structure, axis, parts)
     structure = outermost(structure, axis)
     dims = tuple(_find_dim(core, axis) for core in structure.cores)

@@ -67,7 +67,7 @@ class Family(ABC):
         """The same family in every size that `compress` may choose, from the least parameters to
         the most; empty if there is nothing to choose.
 
-        Those that do not fit these widths, or cost as much as a dense matrix, are passed over. A
+        Sizes that do not fit these widths, or cost as much as a dense matrix, are passed over. A
         family with a rank may give `[replace(self, rank=rank) for rank in range(1, 257)]`.
 
         >>> BlockDiagonal(blocks=1).sizes(3, 6), Kronecker().sizes(3, 6)
@@ -601,9 +601,12 @@ def _tt_sizes(
     rank: int | tuple[int, ...], bounds: list[int], i: tuple[int, ...], j: tuple[int, ...]
 ) -> dict[str, int]:
     """Sizes of all axes; `bounds` are those of the bonds r_1 .. r_(c-1)."""
-    ranks = (rank,) * len(bounds) if isinstance(rank, int) else rank
-    if isinstance(rank, int) and bounds:
-        require_bounded("rank", rank, min(bounds), "min over the bonds")
+    if isinstance(rank, int):
+        ranks = (rank,) * len(bounds)
+        if bounds:
+            require_bounded("rank", rank, min(bounds), "min over the bonds")
+    else:
+        ranks = rank
     for t, (value, bound) in enumerate(zip(ranks, bounds, strict=True), start=1):
         require_bounded(f"rank[{t - 1}]", value, bound, f"of bond {t}")
     sizes = {}
