@@ -150,8 +150,8 @@ def choose_polar(
 
     Without a method it is 5 steps of "fast". Without a dtype too they are in bfloat16, if the short
     side has 64 or more and the device has products of bfloat16. Float64 stays in its dtype, as does
-    what the compiled engine takes: fewer than 2^14 numbers in float32 on a CPU. The engine is
-    not compiled for it: whether there is one is asked once in a process.
+    what the compiled engine takes: fewer than 2^14 numbers in float32 on a CPU. The engine is not
+    compiled for it: whether there is one is asked once in a process.
 
     >>> choose_polar((8, 16), torch.float64, torch.device("cpu")).dtype
     torch.float64
