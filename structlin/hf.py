@@ -24,10 +24,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._hosts.transformers import holds_parts
+from ._layer.experts import StructuredExperts
 from ._layer.linear import StructuredLinear
 from ._layer.state import GUARD
 from ._model.files import describe, restructure
 from ._model.linears import Replacement, build_dense_layer, replace_layers, structured_layers
+from ._model.stacks import build_dense_experts, structured_experts
 
 __all__ = ["declare"]
 METHOD = "structlin"
@@ -63,8 +65,9 @@ class StructlinQuantizer(HfQuantizer):
         replace_layers(model, restructure(model, describe(model) | modules))
         self.layer_names = set(modules)
         ignored = list(model._keys_to_ignore_on_load_unexpected or ())
-        for name in {*described, *modules}:
-            ignored.append(rf"(^|\.){re.escape(name)}\.{GUARD}$")
+        for name, data in {**described, **modules}.items():
+            row = _name_guard(name, has_experts="experts" in data)
+            ignored.append(rf"(^|\.){re.escape(row)}$")
         container: type[Any] = list if __version__.startswith("4.") else set
         model._keys_to_ignore_on_load_unexpected = container(ignored)
         return model
@@ -117,9 +120,12 @@ class StructlinQuantizer(HfQuantizer):
         layers = structured_layers(model)
         for layer, module in layers:
             module.structure.require_matrix(f"layer {layer.name!r}: dequantize")
-        replace_layers(
-            model, [Replacement(layer.names, build_dense_layer(module)) for layer, module in layers]
-        )
+        replacements = [
+            Replacement(layer.names, build_dense_layer(module)) for layer, module in layers
+        ]
+        for stack, names in structured_experts(model).items():
+            replacements.append(Replacement(names, build_dense_experts(stack)))
+        replace_layers(model, replacements)
         declare(model)
         return model if dtype is None else model.to(dtype)
 
@@ -263,6 +269,9 @@ def _save_pretrained(
         call.arguments["state_dict"] = dict(state)
         _add_guards(model, call.arguments["state_dict"], "")
     quantizer = vars(model).pop("hf_quantizer", None)
+    if structured_experts(model) and "save_original_format" in call.signature.parameters:
+        # it would take each core apart, as if it were the weight of the experts
+        call.arguments["save_original_format"] = False
     hook = model.register_state_dict_post_hook(_add_guards)
     save = earlier_method or partial(type(model).save_pretrained, model)
     try:
@@ -276,9 +285,15 @@ def _save_pretrained(
 def _add_guards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Beside the cores of each structured layer, write what a dense layer refuses for its shape."""
     for name, layer in module.named_modules(remove_duplicate=False):
-        if isinstance(layer, StructuredLinear):  # also where its cores are offloaded
+        has_experts = isinstance(layer, StructuredExperts)
+        if has_experts or isinstance(layer, StructuredLinear):  # also where cores are offloaded
             guard = torch.tensor(list(GUARD_TEXT), dtype=torch.uint8)
-            state[f"{prefix}{name}.{GUARD}"] = guard
+            state[_name_guard(f"{prefix}{name}", has_experts)] = guard
+
+
+def _name_guard(name: str, has_experts: bool) -> str:
+    """The name of the row of bytes that stands where a dense model has the weight."""
+    return name if has_experts else f"{name}.{GUARD}"
 
 
 def _guard_within_others(part: Any) -> None:
@@ -306,6 +321,7 @@ def _match_names(
     """
     prefix = f"{model.base_model_prefix}."
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}  # experts
     matched = {}
     for name, data in modules.items():
         for candidate in (name, name.removeprefix(prefix), prefix + name):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from structlin._engine.product import apply
+from structlin._layer.experts import StructuredExperts
 from structlin._layer.linear import StructuredLinear
 from structlin._model.parameters import Weight, weights_of
 from structlin.duality import promote
@@ -109,6 +110,8 @@ def _input_shape(
     module: nn.Module, attribute: str, weight: Weight, seen: torch.Size | None
 ) -> tuple[int, ...] | None:
     """Shape of one input of a layer; None where it is not known or there is no linear map."""
+    if isinstance(module, StructuredExperts):
+        return None  # each expert has its own tokens
     if isinstance(module, StructuredLinear):
         if module.structure.between is not None:
             return None

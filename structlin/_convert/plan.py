@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from .._hosts import registry
 from .._hosts.transformers import is_conv1d
+from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear, uninitialised
 from .._model.decide import Decision, list_targets
 from .._model.linears import (
@@ -26,6 +27,7 @@ from .._model.linears import (
     require_unchanged,
 )
 from .._model.obstacles import carry_attributes, require_replaceable
+from .._model.stacks import ExpertsLayer
 from .._model.transaction import Step
 from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
@@ -45,6 +47,35 @@ class Projection:
     error: float  #: relative, see `Plan.errors`
     bias: Tensor | None = field(default=None, repr=False)  #: None: it stays as it is
     tokens: int | None = None  #: that calibrated the layer
+
+    def count_fewest(self, layer: Layer) -> int:
+        """The tokens that calibrated the layer; its features if none did."""
+        return self.tokens or layer.in_features
+
+    def tell_few(self, layer: Layer) -> str:
+        """The end of a cell about the layer's error where these tokens are few."""
+        tokens = self.count_fewest(layer)
+        return f" of {tokens} tokens: few" if tokens < layer.in_features else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsProjection(Projection):
+    """What is left of the matrices of all experts in one parameter. The error is the root mean
+    square of those of the matrices."""
+
+    #: that calibrated each; 0: it is projected by weight alone; none at all without data
+    tokens_of_experts: Sequence[int] = ()
+
+    def count_fewest(self, layer: Layer) -> int:
+        return min(self.tokens_of_experts, default=layer.in_features)
+
+    def tell_few(self, layer: Layer) -> str:
+        few = [n for n, tokens in enumerate(self.tokens_of_experts) if tokens < layer.in_features]
+        if not few:
+            return ""
+        rarest = min(few, key=self.tokens_of_experts.__getitem__)
+        others = f" and {len(few) - 1} more" if len(few) > 1 else ""
+        return f" of {self.tokens_of_experts[rarest]} tokens in expert {rarest}{others}: few"
 
 
 class NewVector(NamedTuple):
@@ -183,8 +214,10 @@ class Plan:
                 undo.append(partial(parameter.data.copy_, parameter.detach().clone()))
                 parameter.copy_(snapshot.values)
 
-    def _build_layer(self, decision: Decision, structure: Structure) -> StructuredLinear:
+    def _build_layer(self, decision: Decision, structure: Structure) -> nn.Module:
         layer = decision.layer
+        if isinstance(layer, ExpertsLayer):
+            return self._build_experts(layer, decision, structure)
         if self.init == "project":
             cores = self.projections[layer.name].cores
             new = build_layer(layer, structure, cores, weight_norm=self.weight_norm)
@@ -198,6 +231,16 @@ class Plan:
         new.bias = old._parameters.get("bias")  # the same: its values, hooks, ties, requires_grad
         carry_attributes(old, new)
         return new.train(old.training)
+
+    def _build_experts(
+        self, layer: ExpertsLayer, decision: Decision, structure: Structure
+    ) -> StructuredExperts:
+        cores = self.projections[layer.name].cores
+        new = StructuredExperts(layer.lay, structure, device="meta", dtype=cores[0].dtype)
+        new.cores = nn.ParameterList(cores)
+        new.label = label(decision.structure or structure)
+        new._undrawn = False
+        return new.requires_grad_(layer.trains).train(layer.owner.training)
 
     def _draw_layer(self, layer: Layer, structure: Structure, zero_init: bool) -> StructuredLinear:
         """A layer, without bias, that starts afresh."""
@@ -226,7 +269,7 @@ class Plan:
             if projection is None:
                 continue
             owner = f"layer {layer.name!r}"
-            yield _take_snapshot(owner, layer.module, "weight", None)
+            yield _take_snapshot(owner, *layer.holder, None)
             if projection.bias is not None:
                 yield _take_snapshot(owner, layer.module, "bias", projection.bias)
         for block_name, block in self.refined.items():
@@ -266,7 +309,8 @@ class Plan:
             names = [decision.layer.name for decision in group]
             name = name_group(names, names_of_pattern[hide_numbers(names[0])])
             table.row(name, *self._show(group))
-        for loose in group_loose_matrices(self.model):
+        decided = [decision.layer.name for decision in self.decisions]
+        for loose in group_loose_matrices(self.model, without=decided):
             reason = f"- (a parameter, no linear layer: {loose.stepped_by})"
             table.row(loose.name, loose.count, loose.role, loose.size, reason)
         return str(table)
@@ -275,14 +319,17 @@ class Plan:
         """The cells from "x" to "error" of layers that are equal but for their errors."""
         decision = group[0]
         layer = decision.layer
-        cells = [f"{len(group)}", layer.role, f"{layer.in_features} -> {layer.out_features}"]
+        count = sum(decision.layer.count for decision in group)  # of matrices
+        cells = [f"{count}", layer.role, f"{layer.in_features} -> {layer.out_features}"]
         if decision.resolved is None or decision.structure is None:
             return [*cells, f"- ({decision.reason})"]
-        params = len(group) * decision.resolved.params
-        flops = len(group) * decision.resolved.flops
-        dense_params = len(group) * layer.in_features * layer.out_features
+        params = count * decision.resolved.params
+        flops = count * decision.resolved.flops
+        dense_params = count * layer.in_features * layer.out_features
         cells += [label(decision.structure), f"{params:,}", percent(params, dense_params)]
-        cells += [f"{flops:,}", percent(flops, 2 * dense_params)]
+        # a token takes some of the experts, as it did before
+        flops_per_token = "of its experts" if layer.count > 1 else f"{flops:,}"
+        cells += [flops_per_token, percent(flops, 2 * dense_params)]
         names = [decision.layer.name for decision in group]
         projections = [self.projections[name] for name in names if name in self.projections]
         if not projections:
@@ -291,10 +338,8 @@ class Plan:
         least = f"{min(errors):.4f}"
         most = f"{max(errors):.4f}"
         error = least if least == most else f"{least} to {most}"
-        tokens = min(projection.tokens or layer.in_features for projection in projections)
-        if tokens < layer.in_features:
-            error += f" of {tokens} tokens: few"
-        return [*cells, error]
+        rarest = min(projections, key=lambda projection: projection.count_fewest(layer))
+        return [*cells, error + rarest.tell_few(layer)]
 
 
 def build_layer(
@@ -361,7 +406,8 @@ def warn_of(planned: Plan) -> None:
     hooked = [d.layer.name for d in planned.decisions if d.reason.startswith("has hooks")]
     if hooked:
         texts.append(f"left dense, for they have hooks, which would be lost: {', '.join(hooked)}")
-    loose = find_loose_matrices(planned.model)
+    decided = {decision.layer.name for decision in planned.decisions}
+    loose = [each for each in find_loose_matrices(planned.model) if each.name not in decided]
     if loose:
         names = ", ".join(map(str, loose))
         texts.append(f"left dense, for they are parameters and no linear layers: {names}")

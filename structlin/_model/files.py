@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .._hosts.transformers import is_conv1d
+from .._layer.experts import Lay, StructuredExperts, describe_experts, uninitialised_experts
 from .._layer.linear import StructuredLinear, uninitialised
 from .._layer.order import OrderedCores
 from .._layer.quantized import QuantizedLinear
@@ -27,6 +28,7 @@ from .._layer.state import tell_difference
 from .._structure.arguments import checked, require_choice
 from .._structure.structure import Structure
 from .linears import Layer, Replacement, linear_layers, replace_layers
+from .stacks import ExpertsLayer, expert_layers, structured_experts
 from .transaction import Step, completed_at_end
 
 VERSION = 1
@@ -196,8 +198,10 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a layer stores its cores in another order than it was declared with.
     """
-    description = {}
+    description: dict[str, dict[str, Any]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, StructuredExperts):
+            description[name] = {**layer.computes_with(), "label": layer.label}
         if isinstance(layer, StructuredLinear):
             if isinstance(layer.cores, OrderedCores):
                 raise ValueError(
@@ -229,12 +233,21 @@ def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> l
             widths, bias or what they compute with.
     """
     layers = {name: layer for layer in linear_layers(model) for name in layer.names}
+    experts = {name: layer for layer in expert_layers(model) for name in layer.names}
+    stacks = {name: stack for stack, names in structured_experts(model).items() for name in names}
     problems: list[str] = []
     # by the module that is replaced, so that a layer of several names is built once
     replacements: dict[nn.Module, Replacement] = {}
     for name, data in modules.items():
-        layer = layers.get(name)
+        layer: Layer | None = layers.get(name)
+        new: nn.Module | None
         try:
+            if "experts" in data:
+                layer = experts.get(name)
+                new = _build_experts(experts.get(name), stacks.get(name), data)
+                if layer is not None and new is not None:
+                    replacements[layer.module] = Replacement(layer.names, new)
+                continue
             if layer is None:
                 raise ValueError(_explain_missing(name, layers))
             new = _build_layer(layer, data)
@@ -299,6 +312,36 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
     if difference:
         raise ValueError(f"{difference} in the file")
     return None if structured else new.train(old.training)
+
+
+def _build_experts(
+    layer: ExpertsLayer | None, stack: StructuredExperts | None, data: Mapping[str, Any]
+) -> StructuredExperts | None:
+    """Experts as described, in place of the parameter of `layer`; None if the model has them."""
+    structure = Structure.from_dict(data["structure"])
+    lay = Lay(
+        experts=int(data["experts"]),
+        fused=int(data["fused"]),
+        fan_out=int(data["out_features"]),
+        fan_in=int(data["in_features"]),
+        takes_turns=bool(data["takes_turns"]),
+        transposed=bool(data["transposed"]),
+    )
+    if stack is not None:
+        difference = tell_difference(stack.computes_with(), describe_experts(lay, structure))
+        if difference:
+            raise ValueError(f"{difference} in the file")
+        return None
+    if layer is None:
+        raise ValueError("the model has no such parameter of experts")
+    if layer.lay != lay:
+        raise ValueError(f"{layer.lay} in the model, {lay} in the file")
+    if layer.obstacle:
+        raise ValueError(layer.obstacle)
+    options: dict[str, Any] = {"device": layer.matrix.device, "dtype": layer.matrix.dtype}
+    new = uninitialised_experts(lay, structure, **options)
+    new.label = str(data["label"])
+    return new.requires_grad_(layer.trains).train(layer.owner.training)
 
 
 # ---- filling a model -----------------------------------------------------------------------------

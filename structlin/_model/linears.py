@@ -1,7 +1,7 @@
 """The linear layers of a user's model: found, swapped, and made dense again."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,18 @@ from .kinds import role_of, widths
 from .obstacles import carry_attributes, find_obstacle, find_what_is_lost
 from .parameters import is_undeclared, parameters_of
 from .transaction import Step, as_it_was_on_error
+
+
+class Holder(NamedTuple):
+    """The module that has a parameter, and the parameter's name there."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter as it is now."""
+        return self.module._parameters.get(self.name)
 
 
 @dataclass
@@ -40,6 +52,22 @@ class Layer:
         weight = self.module._parameters["weight"]
         assert weight is not None
         return weight.detach().mT if is_conv1d(self.module) else weight.detach()
+
+    @property
+    def count(self) -> int:
+        """Matrices of these widths that it has."""
+        return 1
+
+    @property
+    def holder(self) -> Holder:
+        """What has its weight."""
+        return Holder(self.module, "weight")
+
+    def find_change(self, modules: Mapping[str, nn.Module]) -> str:
+        """Why it cannot be replaced in the model of these modules, which has changed since it was
+        found; empty if it can."""
+        replaced = any(modules.get(name) is not self.module for name in self.names)
+        return "was replaced" if replaced else find_what_is_lost(self.module)
 
 
 @dataclass(frozen=True)
@@ -76,8 +104,7 @@ def require_unchanged(model: nn.Module, layers: Iterable[Layer]) -> None:
     """Refuse layers that are no longer in `model`, or would by now lose something."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for layer in layers:
-        replaced = any(modules.get(name) is not layer.module for name in layer.names)
-        reason = "was replaced" if replaced else find_what_is_lost(layer.module)
+        reason = layer.find_change(modules)
         if reason:
             raise ValueError(f"layer {layer.name!r} {reason} after this plan; make a new one")
 
@@ -173,10 +200,11 @@ def find_declared_heads(model: nn.Module) -> set[nn.Module]:
 
 
 class Replacement(NamedTuple):
-    """A new module, and all names of the place in the model that it takes."""
+    """A new module, or the parameter of experts, and all names of the place in the model that it
+    takes."""
 
     names: tuple[str, ...]
-    module: nn.Module
+    module: nn.Module | nn.Parameter
 
 
 def replace_layers(
@@ -184,7 +212,8 @@ def replace_layers(
     replacements: Iterable[Replacement],
     finish: Callable[[nn.Module, list[Step]], None] = lambda model, undo: None,
 ) -> nn.Module:
-    """Put each module under its names into `model`: all of them, or none if anything is raised.
+    """Put each module, or parameter, under its names into `model`: all of them, or none if anything
+    is raised.
 
     Args:
         replacements: all of them are built already.
@@ -200,10 +229,14 @@ def replace_layers(
         for names, module in replacements:
             for name in names:
                 if not name:
+                    assert isinstance(module, nn.Module)
                     root = module
                     continue
                 parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, module)
+                holder = model.get_submodule(parent)
+                if isinstance(module, nn.Module):  # experts take the place of a parameter
+                    holder._parameters.pop(child, None)
+                setattr(holder, child, module)
         finish(root, undo)
     return root
 

@@ -90,7 +90,7 @@ def find_obstacle(
     if bias is not None and tuple(bias.shape) != shape[:1]:
         return f"has a bias of shape {tuple(bias.shape)}, not (out_features,) = {shape[:1]}"
     names = dir(_build_smallest(StructuredLinear))
-    used = [x for x in _find_attributes(module) if x in names and not _is_bookkeeping(x)]
+    used = [x for x in _find_attributes(module) if x in names and not is_bookkeeping(x)]
     if used:
         return f"has an attribute {used[0]!r}, a name that StructuredLinear needs for itself"
     return find_what_is_lost(module)
@@ -108,7 +108,7 @@ def find_what_is_lost(module: nn.Module) -> str:
             return f"has hooks, which would be lost: {', '.join(hooks)}"
         for name in vars(child):
             hides_method = hasattr(type(child), name) and name != "__module__"
-            if hides_method and not _is_bookkeeping(name):
+            if hides_method and not is_bookkeeping(name):
                 return f"has methods of its own, offloaded or patched, which would be lost: {name}"
     bias = module._parameters.get("bias")  # which stays the same parameter
     for name, parameter in module.named_parameters():
@@ -116,7 +116,7 @@ def find_what_is_lost(module: nn.Module) -> str:
             continue
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"has hooks on its {name}, which would be lost"
-        attributes = [key for key in vars(parameter) if not _is_bookkeeping(key)]
+        attributes = [key for key in vars(parameter) if not is_bookkeeping(key)]
         if attributes:
             return f"has attributes on its {name}, which would be lost: {', '.join(attributes)}"
     return ""
@@ -168,7 +168,7 @@ def carry_attributes(old: nn.Module, new: nn.Module) -> None:
     vars(new).update({name: vars(old)[name] for name in _find_attributes(old)})
 
 
-def _is_bookkeeping(attribute: str) -> bool:
+def is_bookkeeping(attribute: str) -> bool:
     """Whether torch.compile or another library left it on a layer, for itself."""
     return attribute.startswith("_dynamo") or registry.is_bookkeeping(attribute)
 
@@ -176,7 +176,7 @@ def _is_bookkeeping(attribute: str) -> bool:
 def _find_attributes(module: nn.Module) -> list[str]:
     """The attributes that somebody has set on a linear layer."""
     usual = dir(_build_smallest(type(module)))
-    return [name for name in vars(module) if name not in usual or _is_bookkeeping(name)]
+    return [name for name in vars(module) if name not in usual or is_bookkeeping(name)]
 
 
 def _build_smallest(kind: type[nn.Module]) -> nn.Module:
