@@ -18,15 +18,20 @@ torch.library.define("structlin::polar", "(Tensor[] stacks, float[] coefficients
 _polar = torch.ops.structlin.polar.default
 
 
-@call_while_tracing
 @cache
-def has_engine() -> bool:
+def _has_engine() -> bool:
     """Whether the engine computes polar factors: it runs, or was built before. Nothing is compiled.
 
     The first answer holds for the whole process: no result changes because a layer builds the
     engine later.
     """
     return library.load_if_built()
+
+
+@call_while_tracing
+def has_engine() -> bool:
+    """`_has_engine`, as a constant of what is compiled: torch.compile traces no cache."""
+    return _has_engine()
 
 
 def takes(x: Tensor) -> bool:
