@@ -99,7 +99,7 @@ class MLP(nn.Module):
 
 def make_optimizer(name: str, model: nn.Module, width: int) -> torch.optim.Optimizer:
     if name == "Muon":
-        return structlin.optim.Muon(model, LRS[name], method="ns", dualize="all")
+        return structlin.optim.Muon(model, LRS[name], method="ns", matrices="all")
     aware = name == "AdamW, muP"
     groups = structlin.param_groups(
         model,

@@ -192,7 +192,7 @@ def make_trainer(
         adamw = torch.optim.AdamW(groups, rates["lr"], betas=(0.9, 0.95), fused=True)
         return Trainer(model, adamw)
     options = rates | {"base": base, "momentum": MOMENTUM}
-    options["dualize"] = "all" if optimizer.endswith(EVERYWHERE) else "hidden"
+    options["matrices"] = "all" if optimizer.endswith(EVERYWHERE) else "hidden"
     if optimizer.startswith("Muon"):
         return Trainer(model, structlin.optim.Muon(model, **options))
     soap = structlin.optim.SOAP(model, **options, max_precond_dim=LARGEST_BASIS)

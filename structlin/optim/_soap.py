@@ -154,7 +154,7 @@ class SOAP(BlockOptimizer):
     short until V has forgotten it, as Adam's are.
 
     Args:
-        params, lr, model, weight_decay, dualize, method, dtype, adjust_lr_fn, masses, base, depth,
+        params, lr, model, weight_decay, matrices, method, dtype, adjust_lr_fn, masses, base, depth,
             other_lr, betas, eps, nonfinite: as of `Muon`.
         momentum: of the average of gradients.
         shampoo_beta: of all averages but the momentum.
@@ -189,7 +189,7 @@ class SOAP(BlockOptimizer):
         precondition_frequency: int = 5,
         max_precond_dim: int = 1024,
         weight_decay: float = 0.0,
-        dualize: str = "hidden",
+        matrices: str = "hidden",
         method: Method = None,
         dtype: Dtype = None,
         adjust_lr_fn: str = "rms",
@@ -208,7 +208,7 @@ class SOAP(BlockOptimizer):
         }
         super().__init__(
             params, lr, model=model, options=options, momentum=momentum, weight_decay=weight_decay,
-            dualize=dualize, method=method, dtype=dtype, adjust_lr_fn=adjust_lr_fn, masses=masses,
+            matrices=matrices, method=method, dtype=dtype, adjust_lr_fn=adjust_lr_fn, masses=masses,
             base=base, depth=depth, other_lr=other_lr, betas=betas, eps=eps, nonfinite=nonfinite,
         )  # fmt: skip
 
