@@ -130,7 +130,21 @@ def compress(
     >>> summary(model).params <= 0.5 * 2 * 64 * 256
     True
     """
-    planned = plan_compression(**locals())
+    planned = plan_compression(
+        model,
+        structure,
+        batches,
+        keep=keep,
+        count=count,
+        allocation=allocation,
+        loss=loss,
+        refine=refine,
+        include=include,
+        exclude=exclude,
+        overrides=overrides,
+        untie=untie,
+        progress=progress,
+    )
     warn_of(planned)
     return planned.apply()
 
