@@ -148,6 +148,6 @@ def _resolve(layer: Layer, structure: Spec) -> Structure:
 def _check_rules(rules: Iterable[Rule], decisions: Sequence[Decision]) -> None:
     for rule in rules:
         if all(decisions[n].structure is None for n in rule.means):
-            some = [decisions[n] for n in sorted(rule.means)[:3]]
-            reasons = "; ".join(f"{decision.layer.name!r} {decision.reason}" for decision in some)
+            examples = [decisions[n] for n in sorted(rule.means)[:3]]
+            reasons = "; ".join(f"{d.layer.name!r} {d.reason}" for d in examples)
             raise ValueError(f"{rule} converts nothing: {reasons}")

@@ -12,7 +12,7 @@ from .._hosts.registry import head_methods
 from .._hosts.transformers import build_conv1d, is_conv1d
 from .._layer.linear import StructuredLinear
 from .experts import layouts_of
-from .kinds import role_of, widths
+from .kinds import Widths, role_of, widths
 from .obstacles import carry_attributes, find_obstacle, find_what_is_lost
 from .parameters import is_undeclared, parameters_of
 from .transaction import Step, as_it_was_on_error
@@ -112,16 +112,19 @@ def require_unchanged(model: nn.Module, layers: Iterable[Layer]) -> None:
 def linear_layers(model: nn.Module) -> list[Layer]:
     """Every linear layer of `model`, each once, in the order of `named_modules`."""
     names: dict[nn.Module, list[str]] = defaultdict(list)
+    widths_of_module: dict[nn.Module, Widths] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if widths(module) is not None:
+        widths_of_layer = widths(module)
+        if widths_of_layer is not None:
             names[module].append(name)
+            widths_of_module[module] = widths_of_layer
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name)
     heads = find_declared_heads(model)
     layers = []
     for module, names_of_layer in names.items():
-        in_features, out_features = widths(module) or (0, 0)
+        in_features, out_features = widths_of_module[module]
         role = "head" if module in heads else role_of(names_of_layer[0])
         sharing = owners[id(module._parameters.get("weight"))]
         tied = {name.rpartition(".")[0] for name in sharing} - set(names_of_layer)
@@ -174,9 +177,9 @@ def find_loose_matrices(model: nn.Module) -> list[LooseMatrices]:
         shape = tuple(info.parameter.shape)
         if is_expert or is_attention:
             count = info.parameter.numel() // (weight.fan_out * weight.fan_in)
-            what = "experts" if is_expert else "attention"
+            role = "experts" if is_expert else "attention"
             loose.append(
-                LooseMatrices(info.name, what, shape, count, weight.fan_in, weight.fan_out)
+                LooseMatrices(info.name, role, shape, count, weight.fan_in, weight.fan_out)
             )
         elif is_undeclared(info):
             loose.append(LooseMatrices(info.name, "experts", shape))
@@ -245,15 +248,16 @@ def replace_layers(
 def build_dense_layer(layer: StructuredLinear) -> nn.Module:
     """The layer of the user's kind (nn.Linear or Conv1D) that `layer` stands for, with its bias."""
     weight = layer.to_dense()  # (out_features, in_features)
+    dense: Any
     with torch.device("meta"):
         if layer.conv1d:
-            new: Any = build_conv1d(layer.in_features, layer.out_features)
+            dense = build_conv1d(layer.in_features, layer.out_features)
         else:
-            new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     trains = any(core.requires_grad for core in layer.cores)
     values = (weight.mT if layer.conv1d else weight).contiguous()
-    new.weight = nn.Parameter(values, requires_grad=trains)
-    new.bias = layer.bias
-    carry_attributes(layer, new)
-    dense: nn.Module = new.train(layer.training)
-    return dense
+    dense.weight = nn.Parameter(values, requires_grad=trains)
+    dense.bias = layer.bias
+    carry_attributes(layer, dense)
+    dense.train(layer.training)
+    return dense  # type: ignore[no-any-return]

@@ -68,7 +68,8 @@ def find_obstacle(
         return "is structured already"
     if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
         return "belongs to nn.MultiheadAttention, which reads its weight without calling it"
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    weight = module._parameters.get("weight")
+    bias = module._parameters.get("bias")
     if hasattr(weight, "full_tensor"):
         return "has a sharded weight (DTensor): convert before fully_shard"
     if kind is not nn.Linear and not is_conv1d(module) and not registry.is_plain_linear(kind):
@@ -89,10 +90,10 @@ def find_obstacle(
         return f"has a weight of shape {tuple(weight.shape)}, no longer that of the layer: {shape}"
     if bias is not None and tuple(bias.shape) != shape[:1]:
         return f"has a bias of shape {tuple(bias.shape)}, not (out_features,) = {shape[:1]}"
-    names = dir(_build_smallest(StructuredLinear))
-    used = [x for x in _find_attributes(module) if x in names and not is_bookkeeping(x)]
-    if used:
-        return f"has an attribute {used[0]!r}, a name that StructuredLinear needs for itself"
+    needed = dir(_build_smallest(StructuredLinear))
+    for attribute in _find_attributes(module):
+        if attribute in needed and not is_bookkeeping(attribute):
+            return f"has an attribute {attribute!r}, a name that StructuredLinear needs for itself"
     return find_what_is_lost(module)
 
 
@@ -102,10 +103,10 @@ def find_what_is_lost(module: nn.Module) -> str:
     if additions:
         return f"has more than a layer of its kind has, which would be lost: {', '.join(additions)}"
     for child in module.modules():  # the layer itself first
-        hooks = [name for name in vars(child) if name.endswith("_hooks")]
-        hooks = [name for name in hooks if _list_hooks(vars(child)[name])]
-        if hooks:
-            return f"has hooks, which would be lost: {', '.join(hooks)}"
+        registries = [name for name in vars(child) if name.endswith("_hooks")]
+        filled = [name for name in registries if _list_hooks(vars(child)[name])]
+        if filled:
+            return f"has hooks, which would be lost: {', '.join(filled)}"
         for name in vars(child):
             hides_method = hasattr(type(child), name) and name != "__module__"
             if hides_method and not is_bookkeeping(name):
