@@ -17,7 +17,8 @@ from torch.linalg import householder_product  # the Q of a QR, without R
 from .._model.parameters import Weight
 from .._projection.matrices import limit_threads
 from .._structure.arguments import checked
-from ..duality import Schedule, promote
+from .._tensors import Dtype, Rate
+from ..duality import Method, promote
 from ._block import BlockOptimizer
 from ._depth import Depth
 from ._roster import Masses
@@ -153,7 +154,7 @@ class SOAP(BlockOptimizer):
     short until V has forgotten it, as Adam's are.
 
     Args:
-        params, lr, model, weight_decay, dualize, method, dtype, adjust_lr_fn, masses, base, depth,
+        params, lr, model, weight_decay, matrices, method, dtype, adjust_lr_fn, masses, base, depth,
             other_lr, betas, eps, nonfinite: as of `Muon`.
         momentum: of the average of gradients.
         shampoo_beta: of all averages but the momentum.
@@ -180,7 +181,7 @@ class SOAP(BlockOptimizer):
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 0.02,
+        lr: Rate = 0.02,
         *,
         model: nn.Module | None = None,
         momentum: float = 0.9,
@@ -188,14 +189,14 @@ class SOAP(BlockOptimizer):
         precondition_frequency: int = 5,
         max_precond_dim: int = 1024,
         weight_decay: float = 0.0,
-        dualize: str = "hidden",
-        method: str | Schedule | None = None,
-        dtype: torch.dtype | None = None,
+        matrices: str = "hidden",
+        method: Method = None,
+        dtype: Dtype = None,
         adjust_lr_fn: str = "rms",
         masses: Masses | None = None,
         base: Base = None,
         depth: Depth | None = None,
-        other_lr: float | Tensor = 1e-3,
+        other_lr: Rate = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         nonfinite: str = "raise",
@@ -207,7 +208,7 @@ class SOAP(BlockOptimizer):
         }
         super().__init__(
             params, lr, model=model, options=options, momentum=momentum, weight_decay=weight_decay,
-            dualize=dualize, method=method, dtype=dtype, adjust_lr_fn=adjust_lr_fn, masses=masses,
+            matrices=matrices, method=method, dtype=dtype, adjust_lr_fn=adjust_lr_fn, masses=masses,
             base=base, depth=depth, other_lr=other_lr, betas=betas, eps=eps, nonfinite=nonfinite,
         )  # fmt: skip
 
