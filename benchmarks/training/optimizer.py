@@ -12,8 +12,8 @@ on top, both in units of the model's parameters. Widths and threads that an earl
 has are not measured again.
 
 On a CPU the time is that in which the thread that steps computes. On an idle machine a user waits
-as long. Other processes lengthen that wait much, and this time less, through caches alone. So shares
-can be compared where the command runs beside others, as
+as long. Other processes lengthen that wait much, and this time less, through caches alone. So
+shares can be compared where the command runs beside others, as
 
     OMP_WAIT_POLICY=passive python -m benchmarks.training.optimizer
 
