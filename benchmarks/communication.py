@@ -6,6 +6,7 @@ Nothing runs here. tests/parallel holds `list_collectives` to what gloo's proces
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.harness.report import table
 from structlin import BTT, TT, Dense, Family, Kronecker, LowRank, Monarch, Structure
@@ -13,14 +14,29 @@ from structlin._structure.cut import axis_of, cut
 from structlin.parallel import Collective, list_collectives
 
 NUMBER_BYTES = 2  # of bfloat16
-WIDTH, HIDDEN, GROUPED, LAYERS, VOCABULARY = 4096, 14336, 1024, 32, 32000  # Mistral 7B's
-NODE, REPLICAS = 8, 128  # GPUs that are tensor parallel, and how many such groups
+# Mistral 7B's sizes
+WIDTH = 4096
+HIDDEN = 14336
+GROUPED = 1024  # width of keys and of values
+LAYERS = 32
+VOCABULARY = 32000
+
+NODE = 8  # GPUs that are tensor parallel
+REPLICAS = 128  # groups of such GPUs
 # attention's four matrices, the embedding and the head
 DENSE_PARAMETERS = LAYERS * (2 * WIDTH * WIDTH + 2 * WIDTH * GROUPED) + 2 * VOCABULARY * WIDTH
 TOKENS = 8192  # of a replica in a step
-Roles = tuple[str, str]  # of the layers that read the block's x, and of the one that makes its y
-MEGATRON: Roles = ("colwise", "rowwise")
-PAIRS: Roles = ("r", "r")  # each low-rank layer as two nn.Linear, colwise and rowwise
+
+
+class Roles(NamedTuple):
+    """How the layers of an MLP are cut."""
+
+    up: str  #: the layers that read the block's x
+    down: str  #: the one that makes its y
+
+
+MEGATRON = Roles("colwise", "rowwise")
+PAIRS = Roles("r", "r")  # each low-rank layer as two nn.Linear, colwise and rowwise
 
 LAYERS_OF_AN_MLP: list[tuple[str, Family, Roles]] = [
     ("dense", Dense(), MEGATRON),
@@ -44,38 +60,38 @@ class Traffic:
     backward_bytes: int
     step_bytes: int  #: for each step, whatever its tokens
     parameters: int  #: of the layers
-    own_parameters: int  #: those of them that a process holds
+    local_parameters: int  #: those of them that a process holds
 
 
 def traffic_of(structure: Structure, role: str) -> Traffic:
     """One layer's."""
-    found, axis = list_collectives(structure, role, NODE), axis_of(structure, role)
+    collectives = list_collectives(structure, role, NODE)
 
     def select(when: str) -> list[Collective]:
-        return [each for each in found if each.when == when]
+        return [collective for collective in collectives if collective.when == when]
 
     def count_bytes(when: str) -> int:
-        return NUMBER_BYTES * sum(each.per_token for each in select(when))
+        return NUMBER_BYTES * sum(collective.per_token for collective in select(when))
 
+    local_parameters = 0
+    cut_dims = cut(structure, axis_of(structure, role), NODE).dims
+    for core, dim in zip(structure.cores, cut_dims, strict=True):
+        local_parameters += core.params if dim is None else core.params // NODE
     return Traffic(
         forward=len(select("forward")),
         backward=len(select("backward")),
         forward_bytes=count_bytes("forward"),
         backward_bytes=count_bytes("backward"),
-        step_bytes=NUMBER_BYTES * sum(each.per_call for each in found),
+        step_bytes=NUMBER_BYTES * sum(collective.per_call for collective in collectives),
         parameters=structure.params,
-        own_parameters=sum(
-            core.params if dim is None else core.params // NODE
-            for core, dim in zip(structure.cores, cut(structure, axis, NODE).dims, strict=True)
-        ),
+        local_parameters=local_parameters,
     )
 
 
 def traffic_of_mlp(family: Family, roles: Roles) -> Traffic:
     """Up and down of an MLP, WIDTH -> HIDDEN -> WIDTH."""
-    first, last = roles
-    up = traffic_of(family.structure(WIDTH, HIDDEN), first)
-    down = traffic_of(family.structure(HIDDEN, WIDTH), last)
+    up = traffic_of(family.structure(WIDTH, HIDDEN), roles.up)
+    down = traffic_of(family.structure(HIDDEN, WIDTH), roles.down)
     return Traffic(
         forward=up.forward + down.forward,
         backward=up.backward + down.backward,
@@ -83,23 +99,29 @@ def traffic_of_mlp(family: Family, roles: Roles) -> Traffic:
         backward_bytes=up.backward_bytes + down.backward_bytes,
         step_bytes=up.step_bytes + down.step_bytes,
         parameters=up.parameters + down.parameters,
-        own_parameters=up.own_parameters + down.own_parameters,
+        local_parameters=up.local_parameters + down.local_parameters,
     )
 
 
 def show_collectives() -> str:
     """An MLP by structure: collectives, and bytes for each token."""
-    sizes_of = ["parameters", "of a process"]
-    titles = ["MLP", *sizes_of, "forward", "KB / token", "backward", "KB / token", "KB / step"]
+    titles = ["MLP", "parameters", "of a process"]
+    titles += ["forward", "KB / token", "backward", "KB / token", "KB / step"]
     rows = []
     for name, family, roles in LAYERS_OF_AN_MLP:
-        found = traffic_of_mlp(family, roles)
-        sizes = found.forward_bytes, found.backward_bytes, found.step_bytes
-        forward, backward, step = (f"{size / 1000:,.1f}" for size in sizes)
-        counts = str(found.forward), str(found.backward)
-        held = found.parameters, found.own_parameters
-        millions = [f"{number / 1e6:.2f} M" for number in held]
-        rows.append([name, *millions, counts[0], forward, counts[1], backward, step])
+        traffic = traffic_of_mlp(family, roles)
+        rows.append(
+            [
+                name,
+                f"{traffic.parameters / 1e6:.2f} M",
+                f"{traffic.local_parameters / 1e6:.2f} M",
+                str(traffic.forward),
+                f"{traffic.forward_bytes / 1000:,.1f}",
+                str(traffic.backward),
+                f"{traffic.backward_bytes / 1000:,.1f}",
+                f"{traffic.step_bytes / 1000:,.1f}",
+            ]
+        )
     return table(titles, rows)
 
 
@@ -120,22 +142,23 @@ def node_bytes(family: Family, roles: Roles) -> float:
     is for all of them. Sums between the cores of gate and of up are two.
     """
     messages = 2 * WIDTH * NUMBER_BYTES  # attention: y forward, dx backward
-    up = traffic_of(family.structure(WIDTH, HIDDEN), roles[0])
-    down = traffic_of(family.structure(HIDDEN, WIDTH), roles[1])
+    up = traffic_of(family.structure(WIDTH, HIDDEN), roles.up)
+    down = traffic_of(family.structure(HIDDEN, WIDTH), roles.down)
     sums_dx = up.backward_bytes == WIDTH * NUMBER_BYTES
     messages += 2 * up.forward_bytes + (1 if sums_dx else 2) * up.backward_bytes
     messages += down.forward_bytes + down.backward_bytes
-    once = 2 * up.step_bytes + down.step_bytes
-    return LAYERS * (TOKENS * messages + once) * 2 * (NODE - 1) / NODE
+    step_bytes = 2 * up.step_bytes + down.step_bytes
+    return LAYERS * (TOKENS * messages + step_bytes) * 2 * (NODE - 1) / NODE
 
 
 def replica_bytes(family: Family, roles: Roles) -> float:
     """What a GPU sends to the other nodes in a step of FSDP2: parameters are gathered forward and
     backward, gradients summed and scattered, all in bfloat16."""
-    up = traffic_of(family.structure(WIDTH, HIDDEN), roles[0])
-    down = traffic_of(family.structure(HIDDEN, WIDTH), roles[1])
-    own = LAYERS * (2 * up.own_parameters + down.own_parameters) + DENSE_PARAMETERS / NODE
-    return 3 * own * NUMBER_BYTES * (REPLICAS - 1) / REPLICAS
+    up = traffic_of(family.structure(WIDTH, HIDDEN), roles.up)
+    down = traffic_of(family.structure(HIDDEN, WIDTH), roles.down)
+    local_mlps = LAYERS * (2 * up.local_parameters + down.local_parameters)
+    local = local_mlps + DENSE_PARAMETERS / NODE
+    return 3 * local * NUMBER_BYTES * (REPLICAS - 1) / REPLICAS
 
 
 def show_model() -> str:
@@ -145,12 +168,10 @@ def show_model() -> str:
     rows = []
     for name, family, roles in LAYERS_OF_AN_MLP:
         if name.startswith(chosen):
-            sizes = (
-                f"{node_bytes(family, roles) / 1e9:.1f}",
-                f"{replica_bytes(family, roles) / 1e9:.2f}",
-            )
             billions = f"{parameters_of_model(family) / 1e9:.2f} B"
-            rows.append([name, billions, *(f"{size} GB" for size in sizes)])
+            in_node = f"{node_bytes(family, roles) / 1e9:.1f} GB"
+            to_nodes = f"{replica_bytes(family, roles) / 1e9:.2f} GB"
+            rows.append([name, billions, in_node, to_nodes])
     return table(titles, rows)
 
 

@@ -2,6 +2,7 @@
 
 from itertools import pairwise
 from statistics import fmean
+from typing import NamedTuple
 
 from benchmarks.harness.record import Row, read
 from benchmarks.harness.report import least_and_most, losses, table
@@ -18,9 +19,10 @@ def seconds_until(row: Row, loss: float) -> float | None:
     >>> seconds_until(row, 1.5), seconds_until(row, 0.5)
     (25.0, None)
     """
-    points = list(zip(row["clock"], (found for _, found in row["curve"]), strict=True))
-    if points[0][1] <= loss:
-        return points[0][0]
+    losses = [loss for _, loss in row["curve"]]
+    if losses[0] <= loss:
+        return row["clock"][0]
+    points = zip(row["clock"], losses, strict=True)
     for (early, above), (late, below) in pairwise(points):
         if below <= loss:
             return round(early + (late - early) * (above - loss) / (above - below), 2)
@@ -36,22 +38,42 @@ def times_fewer(row: Row, dense: Row) -> float | None:
 # ---- examples/train_gpt.py: dense by Muon and by SOAP, structured by SOAP, of the same FLOPs -----
 
 
-def read_gpts() -> list[tuple[Row, ...]]:
-    """The three models, each with its runs of all seeds."""
-    return [*zip(*(read(f"train_gpt{end}")["rows"] for end in SEEDS), strict=True)]
+class Gpts(NamedTuple):
+    """The runs of the three models, seed by seed."""
+
+    muon: list[Row]  #: dense by Muon
+    soap: list[Row]  #: dense by SOAP
+    structured: list[Row]  #: by SOAP
+
+
+def read_gpts() -> Gpts:
+    gpts = Gpts([], [], [])
+    for suffix in SEEDS:
+        for runs, run in zip(gpts, read(f"train_gpt{suffix}")["rows"], strict=True):
+            runs.append(run)
+    return gpts
 
 
 def numbers_of_gpts(result: Row) -> dict[str, str]:
     """By how many percent the structured model's loss is lower, and its seconds over dense's on the
     EPYC of seed 0 and on the Xeon of the others."""
-    found, (muon, soap, ours) = dict[str, str](), read_gpts()
-    for name, dense in (("muon", muon), ("soap", soap)):
-        lower = [100 * (1 - a["loss"] / b["loss"]) for a, b in zip(ours, dense, strict=True)]
-        epyc, *xeon = (a["ms"] / b["ms"] for a, b in zip(ours, dense, strict=True))
-        found |= least_and_most(f"main.{name}_", lower, ".1f")
-        found[f"main.{name}_seconds_epyc"] = f"{epyc:.2f}"
-        found[f"main.{name}_seconds_xeon"] = f"{min(xeon):.2f} to {max(xeon):.2f}"
-    return found | numbers_of_the_newest()
+    gpts = read_gpts()
+    texts: dict[str, str] = {}
+    for name, dense_runs in (("muon", gpts.muon), ("soap", gpts.soap)):
+        percents = []
+        for run, dense in zip(gpts.structured, dense_runs, strict=True):
+            percents.append(100 * (1 - run["loss"] / dense["loss"]))
+        epyc, *xeon = compare_seconds(gpts.structured, dense_runs)
+        texts |= least_and_most(f"main.{name}_", percents, ".1f")
+        texts[f"main.{name}_seconds_epyc"] = f"{epyc:.2f}"
+        texts[f"main.{name}_seconds_xeon"] = f"{min(xeon):.2f} to {max(xeon):.2f}"
+    return texts | numbers_of_the_newest()
+
+
+def compare_seconds(runs: list[Row], compared_runs: list[Row]) -> list[float]:
+    """The seconds of a step over the other model's, seed by seed: on the EPYC, then the Xeon."""
+    pairs = zip(runs, compared_runs, strict=True)
+    return [run["ms"] / compared["ms"] for run, compared in pairs]
 
 
 def numbers_of_the_newest() -> dict[str, str]:
@@ -69,12 +91,12 @@ def numbers_of_the_newest() -> dict[str, str]:
 def seconds_on_a_xeon() -> dict[str, float]:
     """By how much more the seconds of dense by SOAP and of the structured model, each over those of
     dense by Muon, are on the Xeon of seeds 1 and 2 than on the EPYC of seed 0."""
-    muon, soap, ours = read_gpts()
-    found = {}
-    for name, runs in (("SOAP", soap), ("structured", ours)):
-        epyc, *xeon = (run["ms"] / dense["ms"] for run, dense in zip(runs, muon, strict=True))
-        found[name] = fmean(xeon) / epyc
-    return found
+    gpts = read_gpts()
+    ratios = {}
+    for name, runs in (("SOAP", gpts.soap), ("structured", gpts.structured)):
+        epyc, *xeon = compare_seconds(runs, gpts.muon)
+        ratios[name] = fmean(xeon) / epyc
+    return ratios
 
 
 def show_runs(result: Row) -> str:
@@ -82,10 +104,16 @@ def show_runs(result: Row) -> str:
     lines = []
     for runs in read_gpts():
         row = runs[0]
-        sizes = [f"{row['params'] / 1e6:.2f} M", f"{row['flops'] / 1e6:.2f} M"]
-        label = f"{row['label']} by {row['optimizer']}"
-        end = [f"{row['clock'][-1]:.0f}", losses([run["loss"] for run in runs])]
-        lines.append([label, str(row["width"]), *sizes, *end])
+        lines.append(
+            [
+                f"{row['label']} by {row['optimizer']}",
+                str(row["width"]),
+                f"{row['params'] / 1e6:.2f} M",
+                f"{row['flops'] / 1e6:.2f} M",
+                f"{row['clock'][-1]:.0f}",
+                losses([run["loss"] for run in runs]),
+            ]
+        )
     titles = ["", "width", "parameters", "FLOPs per token", "seconds"]
     return table([*titles, "held-out loss, by seed"], lines)
 
@@ -94,9 +122,12 @@ def show_runs(result: Row) -> str:
 
 
 def numbers_of_mlps(_: Row) -> dict[str, str]:
-    kept = [read(f"train_mlp_lm{end}")["rows"] for end in SEEDS]
-    below = sum(structured["loss"] < dense["loss"] for _, dense, structured, _ in kept)
-    fewer = [times_fewer(widest, dense) for _, dense, _, widest in kept]
+    below = 0
+    fewer = []
+    for suffix in SEEDS:
+        _, dense, structured, widest = read(f"train_mlp_lm{suffix}")["rows"]
+        below += structured["loss"] < dense["loss"]
+        fewer.append(times_fewer(widest, dense))
     return {"mlp.below": str(below), **least_and_most("mlp.fewer_", fewer, ".1f")}
 
 

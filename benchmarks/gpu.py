@@ -56,27 +56,32 @@ def largest_error(
 ) -> float:
     """The largest relative error of y, dx, dcores and dbias against float64; x and dy are turned,
     so that neither is contiguous."""
-    cores = [
-        draw(*core.shape, device=device, dtype=dtype).div_(core.fan_in**0.5).requires_grad_()
-        for core in structure.cores
-    ]
+    cores = []
+    for core in structure.cores:
+        drawn = draw(*core.shape, device=device, dtype=dtype).div_(core.fan_in**0.5)
+        cores.append(drawn.requires_grad_())
     bias = draw(program.out_features, device=device, dtype=dtype).requires_grad_()
     x = draw(program.in_features, tokens, device=device, dtype=dtype).mT.requires_grad_()
     dy = draw(program.out_features, tokens, device=device, dtype=dtype).mT
     with timing.poisoned():
         y = operators.multiply_views(define, program, cores, bias, x)
-        found = [y, *torch.autograd.grad(y, [x, *cores, bias], dy)]
-    exact = [leaf.detach().double().requires_grad_() for leaf in (x, *cores, bias)]
-    padded = F.pad(exact[0], (0, program.padding[0]))
-    wanted = timing.oracle(structure, exact[1:-1], padded)[:, : program.out_features] + exact[-1]
-    right = [wanted, *torch.autograd.grad(wanted, exact, dy.double())]
-    return max(timing.relative_error(*pair) for pair in zip(found, right, strict=True))
+        results = [y, *torch.autograd.grad(y, [x, *cores, bias], dy)]
+
+    leaves = [leaf.detach().double().requires_grad_() for leaf in (x, *cores, bias)]
+    exact_x, *exact_cores, exact_bias = leaves
+    padded = F.pad(exact_x, (0, program.padding[0]))
+    exact_y = timing.oracle(structure, exact_cores, padded)[:, : program.out_features]
+    exact_y = exact_y + exact_bias
+    exact_results = [exact_y, *torch.autograd.grad(exact_y, leaves, dy.double())]
+    return max(map(timing.relative_error, results, exact_results))
 
 
 def check_structures(device: str, smoke: bool) -> Iterator[tuple[str, Callable[[], float], float]]:
     """Name, error, and what it has to be below: small layers, then large ones."""
-    widths = ((48, 131), (64, 131)) if smoke else ((48, 131), (768, 4096), (1024, 16384))
-    for width, tokens in widths:
+    sizes = [(48, 131), (768, 4096), (1024, 16384)]
+    if smoke:
+        sizes = [(48, 131), (64, 131)]
+    for width, tokens in sizes:
         for name, family in products.families(width).items():
             try:
                 structure = family.structure(width, width)
@@ -87,12 +92,14 @@ def check_structures(device: str, smoke: bool) -> Iterator[tuple[str, Callable[[
             for dtype, tolerance in TOLERANCE.items():
                 if device == "cpu" and dtype != "float32":
                     continue
-                own = partial(largest_error, structure, dtype=getattr(torch, dtype), device=device)
+                error = partial(
+                    largest_error, structure, dtype=getattr(torch, dtype), device=device
+                )
                 title = f"{name}, {width}, {tokens} tokens, {dtype}"
-                yield title, partial(own, program, tokens), tolerance
+                yield title, partial(error, program, tokens), tolerance
                 if width < 768:
-                    yield f"{title}, padded", partial(own, narrow, tokens), tolerance
-                    yield f"{title}, one token", partial(own, program, 1), tolerance
+                    yield f"{title}, padded", partial(error, narrow, tokens), tolerance
+                    yield f"{title}, one token", partial(error, program, 1), tolerance
 
 
 def count_products(device: str) -> dict[str, int]:
@@ -203,16 +210,16 @@ def train(path: Path, device: str, seconds: float, smoke: bool) -> None:
         network = structlin.convert(shape.build().float(), structure).train()
         groups = structlin.param_groups(network, lr=LEARNING_RATE)
         optimizer = torch.optim.AdamW(groups, fused=True)
-        end = time.perf_counter() + seconds / 2
         steps = 0
         started = time.perf_counter()
-        while time.perf_counter() < end and (not smoke or steps < 3):
+        deadline = started + seconds / 2
+        while time.perf_counter() < deadline and (not smoke or steps < 3):
             loss = _step(network, optimizer, batches[steps % len(batches)], device)
             steps += 1
             if steps % 10 == 0 or smoke:
-                took = time.perf_counter() - started
-                tokens_per_s = steps * shape.batch * shape.context / took
-                row = {"model": name, "step": steps, "loss": float(loss), "seconds": took}
+                elapsed = time.perf_counter() - started
+                tokens_per_s = steps * shape.batch * shape.context / elapsed
+                row = {"model": name, "step": steps, "loss": float(loss), "seconds": elapsed}
                 rows.append(row | {"tokens_per_s": tokens_per_s})
                 record.save_json(path, entropy=text.entropy, rows=rows)
         print(f"training: {rows[-1] if rows else name}")
@@ -254,20 +261,22 @@ def main(argv: list[str] | None = None) -> None:
     if device == "cpu" and not options.smoke:
         print("no GPU: nothing to measure; --smoke needs none")
         return
-    end = time.perf_counter() + (options.budget or BUDGET[options.part])
+    deadline = time.perf_counter() + (options.budget or BUDGET[options.part])
     if options.smoke and options.out == options.kept:
         options.out = Path("out") / "gpu"
-    common = ["--out", str(options.out), "--device", device, *["--smoke"] * options.smoke]
+    common = ["--out", str(options.out), "--device", device]
+    if options.smoke:
+        common.append("--smoke")
     if options.part == "a":
         if not gate(options.out / "gate.json", device, options.smoke):
             sys.exit(STOP)
-        left = end - time.perf_counter()
-        products.BENCH.main([*common, "--budget", f"{left:.0f}"])
+        seconds_left = deadline - time.perf_counter()
+        products.BENCH.main([*common, "--budget", f"{seconds_left:.0f}"])
     else:
-        left = SHARE * (end - time.perf_counter())
-        model.BENCH.main([*common, "--budget", f"{left:.0f}"])
-        left = end - time.perf_counter()
-        train(options.out / "training_gpu.json", device, left, options.smoke)
+        seconds_left = SHARE * (deadline - time.perf_counter())
+        model.BENCH.main([*common, "--budget", f"{seconds_left:.0f}"])
+        seconds_left = deadline - time.perf_counter()
+        train(options.out / "training_gpu.json", device, seconds_left, options.smoke)
 
 
 if __name__ == "__main__":

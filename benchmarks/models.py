@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,19 +62,22 @@ class Subject:
             return Outputs(module)(**self.inputs)
 
     def train(self, module: nn.Module) -> str:
-        changed, losses = copy.deepcopy(module), []
-        optimizer = torch.optim.AdamW(structlin.param_groups(changed, 1e-3, weight_decay=0.0))
+        trained = copy.deepcopy(module)
+        losses = []
+        optimizer = torch.optim.AdamW(structlin.param_groups(trained, 1e-3, weight_decay=0.0))
         for _ in range(6):
-            loss = (Outputs(changed)(**self.inputs) - 1).square().mean()
+            loss = (Outputs(trained)(**self.inputs) - 1).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
-        cores = [(name, p) for name, p in changed.named_parameters() if ".cores." in name]
-        if idle := [name for name, p in cores if p.grad is None]:
+        without_gradient = [name for name, p in trained.named_parameters() if p.grad is None]
+        idle = [name for name in without_gradient if ".cores." in name]
+        if idle:
             return f"no: no gradient in {idle[0]} and {len(idle) - 1} more"
-        falls = losses[-1] < losses[0]
-        return "loss falls" if falls else f"no: loss {losses[0]:.3g} -> {losses[-1]:.3g}"
+        if losses[-1] < losses[0]:
+            return "loss falls"
+        return f"no: loss {losses[0]:.3g} -> {losses[-1]:.3g}"
 
     def compile(self, module: nn.Module) -> str:
         torch._dynamo.reset()
@@ -141,30 +144,37 @@ def try_all(name: str, package: str, build: zoo.Build, inputs: dict[str, Any]) -
         "convert": f"{len(layers)} of {linear} layers",
     }
     for column, step in STEPS.items():
-        cells[column], error = attempt(step, subject, subject.model)
-        if error and column in ("compile", "export"):
-            of_dense = attempt(step, subject, dense)[1]
-            cells[column] += "; so does dense" if of_dense else "; dense works"
+        attempt = try_step(step, subject, subject.model)
+        cells[column] = attempt.cell
+        if attempt.failed and column in ("compile", "export"):
+            dense_fails = try_step(step, subject, dense).failed
+            cells[column] += "; so does dense" if dense_fails else "; dense works"
     return cells
 
 
-def attempt(
+class Attempt(NamedTuple):
+    cell: str
+    failed: bool
+
+
+def try_step(
     step: Callable[[Subject, nn.Module], str], subject: Subject, module: nn.Module
-) -> tuple[str, bool]:
-    """A cell, and whether it is an error."""
+) -> Attempt:
     try:
-        return step(subject, module), False
+        return Attempt(step(subject, module), failed=False)
     except Exception as error:  # the table says what happened
-        first = next((line for line in str(error).splitlines() if line.strip()), "")
-        text = re.sub(r"\s+", " ", f"{type(error).__name__}: {first}").replace("|", "/")
-        return f"**no**: {text[:90]}", True
+        first_line = next((line for line in str(error).splitlines() if line.strip()), "")
+        text = re.sub(r"\s+", " ", f"{type(error).__name__}: {first_line}").replace("|", "/")
+        return Attempt(f"**no**: {text[:90]}", failed=True)
 
 
 def difference(a: Tensor, b: Tensor) -> str:
     """Largest difference, relative to the largest value: exactly 0, within rounding, or how
     much."""
     relative = ((a - b).abs().max() / b.abs().max()).item()
-    return "0" if relative == 0 else "< 1e-5" if relative < 1e-5 else f"{relative:.0e}"
+    if relative == 0:
+        return "0"
+    return "< 1e-5" if relative < 1e-5 else f"{relative:.0e}"
 
 
 def markdown(result: Row) -> str:

@@ -16,10 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 from benchmarks import communication, gpu, models
 from benchmarks.comparison import layers
-from benchmarks.compression import dinov2, minilm, smollm2
+from benchmarks.compression import dinov2, experts, minilm, smollm2
 from benchmarks.examples import EXAMPLES
 from benchmarks.harness.record import RESULTS, Row, read
 from benchmarks.harness.report import table
@@ -54,6 +55,7 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
     models.EXPERIMENT,
     smollm2.EXPERIMENT,
     dinov2.EXPERIMENT,
+    experts.EXPERIMENT,
     minilm.EXPERIMENT,
     layer.BENCH,
     model.BENCH,
@@ -63,40 +65,47 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
 ]
 FIELD = re.compile(r"{{ ([\w. ]+) }}")
 
-kept = cache(read)
+read_once = cache(read)
 
 
 # ---- claims --------------------------------------------------------------------------------------
 
 
-def judged() -> Iterator[tuple[Shown, Claim, Row]]:
+class Judged(NamedTuple):
+    shown: Shown
+    claim: Claim
+    verdict: Row  #: as verdicts.json has it
+
+
+def judge_all() -> Iterator[Judged]:
     for shown in SHOWN:
         for claim in shown.claims:
-            yield shown, claim, claim.verdict(kept(shown.name))
+            yield Judged(shown, claim, claim.verdict(read_once(shown.name)))
 
 
 def make_verdicts() -> str:
     """What verdicts.json holds: every claim in the paper's words, and the numbers that decided."""
-    verdicts = [verdict for _, _, verdict in judged()]
+    verdicts = [judged.verdict for judged in judge_all()]
     return json.dumps(verdicts, indent=1, ensure_ascii=False) + "\n"
 
 
 def show_claims() -> str:
     """Every claim that was tried: in few words, the verdict, and where its table is."""
-    lines = [
-        [f"{claim.where}: {claim.short}", verdict["verdict"], f"[table]({shown.place})"]
-        for shown, claim, verdict in judged()
-    ]
-    head, _, *body = table(["the paper's claim", "here", ""], lines).splitlines()
-    return "\n".join([head, "|---|---|---|", *body])  # all columns hold text
+    lines = []
+    for shown, claim, verdict in judge_all():
+        words = f"{claim.where}: {claim.short}"
+        lines.append([words, verdict["verdict"], f"[table]({shown.place})"])
+    header, _, *body = table(["the paper's claim", "here", ""], lines).splitlines()
+    return "\n".join([header, "|---|---|---|", *body])  # all columns hold text
 
 
 def count_claims() -> dict[str, str]:
     """How many hold, hold in part, are undecided, do not hold."""
-    # "**no**, in part undecided" and "yes (one run)" count as "no" and "yes"
-    counts = Counter(
-        re.split(r",| \(", verdict["verdict"])[0].strip("*") for _, _, verdict in judged()
-    )
+    counts: Counter[str] = Counter()
+    for judged in judge_all():
+        # "**no**, in part undecided" and "yes (one run)" count as "no" and "yes"
+        answer = re.split(r",| \(", judged.verdict["verdict"])[0]
+        counts[answer.strip("*")] += 1
     return {
         "verdicts.yes": str(counts["yes"]),
         "verdicts.part": str(counts["in part"]),
@@ -114,7 +123,7 @@ def numbers() -> dict[str, str]:
     """All numbers by their names on the pages."""
     all_numbers = count_claims()
     for shown in SHOWN:
-        new_numbers = shown.numbers(kept(shown.name))
+        new_numbers = shown.numbers(read_once(shown.name))
         duplicates = sorted({*all_numbers} & {*new_numbers})
         if duplicates:
             raise ValueError(
@@ -140,7 +149,7 @@ def tables() -> dict[str, Callable[[], str]]:
 
 
 def make_table(show: Callable[[Row], str], result_name: str) -> str:
-    return show(kept(result_name))
+    return show(read_once(result_name))
 
 
 def find_templates() -> list[Path]:

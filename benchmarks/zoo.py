@@ -16,15 +16,17 @@ Build = Callable[[], nn.Module]
 TOKENS = torch.arange(3, 15).reshape(2, 6)
 
 
-def of(kind: str, *shared: dict[str, Any], **own: Any) -> Build:
+def of(kind: str, *shared: dict[str, Any], **options: Any) -> Build:
     """What builds a model of that class of transformers, by its config's options."""
-    options = {name: value for each in (*shared, own) for name, value in each.items()}
+    config: dict[str, Any] = {}
+    for option_set in (*shared, options):
+        config |= option_set
 
     def build() -> nn.Module:
         import transformers
 
         model = getattr(transformers, kind)
-        return model(model.config_class(**options))
+        return model(model.config_class(**config))
 
     return build
 
@@ -77,7 +79,8 @@ MODELS: dict[str, Build] = {
         {"vision_config": {**IMAGE, "intermediate_size": 64}, "num_labels": 5},
     ),
 }
-llama, mamba = MODELS["llama"], MODELS["mamba"]
+llama = MODELS["llama"]
+mamba = MODELS["mamba"]
 IMAGES = ("vit", "dinov2", "swin", "siglip")
 
 
@@ -128,8 +131,10 @@ class _Torchvision(MetaPathFinder, Loader):
 
 
 def import_timm() -> None:
-    """Import timm, if it is installed, also without torchvision: timm names transforms and datasets
-    of it when it is imported, and its models use none. The empty torchvision is gone afterwards.
+    """Make `import timm` work where there is no torchvision, with an empty one in its place.
+
+    timm names transforms and datasets of torchvision when it is imported, and its models use none.
+    The empty torchvision is gone afterwards.
     """
     if find_spec("timm") is None or find_spec("torchvision") is not None:
         return
@@ -139,8 +144,9 @@ def import_timm() -> None:
         import timm  # noqa: F401
     finally:
         sys.meta_path.remove(stand_in)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == "torchvision":
+                del sys.modules[name]
 
 
 TIMM = {  # name -> the side of its images

@@ -14,15 +14,17 @@ behind "ns" and "fast".
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf, isfinite, log2, sqrt
+from math import isfinite, log2, sqrt
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from ._engine.cpu import library, polar
+from ._engine.cpu import polar
 from ._engine.cpu.library import has_matrix_unit
-from ._engine.operators import available
-from ._structure.arguments import require_real
+from ._engine.operators import is_plain
+from ._structure.arguments import CheckedBy
+from ._tensors import check_dtype, require_real
 from ._torch import call_while_tracing, has_bfloat16_instructions
 
 __all__ = ["dual_norm", "dualize", "polar_factor"]
@@ -91,16 +93,15 @@ def polar_factor(
 
     Raises:
         ValueError: `method` is unknown, or no schedule; `matrix` has fewer than two dimensions.
-        TypeError: `matrix` is not real floating point.
+        TypeError: `matrix` is not real floating point; `method` is neither text nor list.
 
     >>> g = torch.randn(4, 8, 16)
     >>> torch.linalg.svdvals(polar_factor(g)).sub(1).abs().max() < 1e-3
     tensor(True)
     """
-    check_method(method)
+    check_method("method", method)
     require_real("matrix", matrix, 2)
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise TypeError(f"dtype={dtype!r} must be a torch.dtype of floating point")
+    check_dtype("dtype", dtype)
     shape = (matrix.shape[-2], matrix.shape[-1])
     return choose_polar(shape, matrix.dtype, matrix.device, method, dtype)(matrix)
 
@@ -118,8 +119,10 @@ class Polar:
     def __call__(self, matrix: Tensor) -> Tensor:
         if matrix.numel() == 0:
             return matrix.clone()
-        narrower = torch.finfo(self.dtype).tiny > torch.finfo(matrix.dtype).tiny  # in its exponents
-        x = (_of_unit_size(matrix) if narrower else matrix).to(self.dtype)
+        x = matrix
+        if torch.finfo(self.dtype).tiny > torch.finfo(x.dtype).tiny:  # fewer exponents
+            x = _of_unit_size(x)
+        x = x.to(self.dtype)
         factors = self._factors(x.reshape(-1, *x.shape[-2:]))  # (batch, m, n)
         return factors.reshape(x.shape).to(matrix.dtype)
 
@@ -128,7 +131,8 @@ class Polar:
             return _svd(_of_unit_size(x))
         if self.compiled and polar.takes(x):
             return polar.polar([x], self.schedule)[0]
-        x = x if _is_of_safe_size(x) else _of_unit_size(x)
+        if not _is_of_safe_size(x):
+            x = _of_unit_size(x)
         if len(x) > 1 and not self.one_by_one:
             return _iterate(x, self.schedule)
         return torch.stack([_iterate(matrix, self.schedule) for matrix in x])
@@ -144,34 +148,51 @@ def choose_polar(
     """Decide how the polar factors of matrices `(m, n)`, of this dtype and device, are computed: by
     `method` and `dtype` of `polar_factor`. This is the only place that decides it.
 
-    Without a method that is 5 steps of "fast", in bfloat16 where the short side has 64 or more and
-    the device has products of bfloat16, but for float64 and what the compiled engine takes: fewer
-    than 2^14 numbers in float32 on a CPU.
+    Without a method it is 5 steps of "fast". Without a dtype too they are in bfloat16, if the short
+    side has 64 or more and the device has products of bfloat16. Float64 stays in its dtype, as does
+    what the compiled engine takes: fewer than 2^14 numbers in float32 on a CPU. The engine is not
+    compiled for it: whether there is one is asked once in a process.
 
     >>> choose_polar((8, 16), torch.float64, torch.device("cpu")).dtype
     torch.float64
     """
-    small = shape[0] * shape[1] < LARGE_MATRIX
+    is_small = shape[0] * shape[1] < LARGE_MATRIX
     on_cpu = device.type == "cpu"
-    named = method is None or isinstance(method, str)
-    if method is None:
-        exact = dtype == torch.float64 or min(shape) < SMALLEST_BFLOAT16
-        if iterate_in is None and not exact and has_bfloat16_products(device):
-            for_engine = small and on_cpu and dtype == torch.float32 and library.load()
-            iterate_in = None if for_engine else torch.bfloat16
     if iterate_in is None:
         iterate_in = torch.promote_types(dtype, torch.float32)
-    compiled = small and on_cpu and iterate_in == torch.float32 and method != "svd"
+        if method is None and _gains_by_16_bits(shape, dtype, device):
+            iterate_in = torch.bfloat16
+    compiled = is_small and on_cpu and iterate_in == torch.float32 and method != "svd"
     # a schedule of one's own gives torch.optim.Muon's bits, which multiplies one by one
-    batched = named and iterate_in == torch.bfloat16 and has_matrix_unit()
-    schedule = DEFAULT if method is None else method
+    is_named = method is None or isinstance(method, str)
+    batched = is_named and iterate_in == torch.bfloat16 and has_matrix_unit()
     return Polar(
-        schedule=SCHEDULES.get(schedule) if isinstance(schedule, str) else tuple(schedule),
+        schedule=_find_schedule(method),
         dtype=iterate_in,
         compiled=compiled,
-        one_by_one=on_cpu and not small and not batched,
+        one_by_one=on_cpu and not is_small and not batched,
         largest_stack=LARGEST_STACK if compiled or batched or not on_cpu else LARGEST_ON_CPU,
     )
+
+
+def _gains_by_16_bits(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether bfloat16 is the fastest dtype of an iteration on matrices of this shape and dtype."""
+    if dtype == torch.float64 or min(shape) < SMALLEST_BFLOAT16:
+        return False
+    if not has_bfloat16_products(device):
+        return False
+    is_small = shape[0] * shape[1] < LARGE_MATRIX
+    by_engine = is_small and device.type == "cpu" and dtype == torch.float32 and polar.has_engine()
+    return not by_engine
+
+
+def _find_schedule(method: str | Schedule | None) -> Schedule | None:
+    """The steps of a method; None for "svd"."""
+    if method is None:
+        return DEFAULT
+    if isinstance(method, str):
+        return SCHEDULES.get(method)
+    return tuple(method)
 
 
 @call_while_tracing
@@ -185,24 +206,39 @@ def has_bfloat16_products(device: torch.device) -> bool:
     return has_bfloat16_instructions(platform.machine())
 
 
-def check_method(method: object) -> None:
-    """Raises ValueError for what is neither a method of `polar_factor` nor a schedule."""
+def check_method(name: str, method: Any) -> str | Schedule:
+    """`method`, which is one of `polar_factor` or a schedule; else ValueError or TypeError."""
+    example = "5 * [(3.4445, -4.7750, 2.0315)]"
     if isinstance(method, str):
         if method not in METHODS:
             raise ValueError(
-                f"method={method!r} is unknown; there are {', '.join(METHODS)}, or a schedule such "
-                "as 5 * [(3.4445, -4.7750, 2.0315)]"
+                f"{name}={method!r} is unknown; there are {', '.join(METHODS)}, or a schedule such "
+                f"as {example}"
             )
-    elif not isinstance(method, Sequence) or not method or not all(map(_is_step, method)):
-        raise ValueError(
-            f"method={method!r} is no schedule: it needs three finite numbers (a, b, c) per step, "
-            "such as 5 * [(3.4445, -4.7750, 2.0315)]"
+        return method
+    is_list = isinstance(method, Sequence)
+    if not is_list or not method or not all(map(_is_step, method)):
+        kind = ValueError if is_list else TypeError
+        raise kind(
+            f"{name}={method!r} is no schedule: it needs three finite numbers (a, b, c) per step, "
+            f"such as {example}"
         )
+    schedule: Schedule = method
+    return schedule
+
+
+def check_optional_method(name: str, method: Any) -> str | Schedule | None:
+    """As `check_method`; None is another way of choosing."""
+    return None if method is None else check_method(name, method)
+
+
+Method = Annotated[str | Schedule | None, CheckedBy(check_optional_method)]  # as an argument's hint
 
 
 def _is_step(step: object) -> bool:
-    numbers = step if isinstance(step, Sequence) and len(step) == 3 else (inf,)
-    return all(isinstance(number, int | float) and isfinite(number) for number in numbers)
+    if not isinstance(step, Sequence) or len(step) != 3:
+        return False
+    return all(isinstance(number, int | float) and isfinite(number) for number in step)
 
 
 def promote(x: Tensor) -> Tensor:
@@ -292,14 +328,17 @@ def spectral_bound(matrix: Tensor) -> Tensor:
     x = promote(matrix)
     largest = _one_for_zero(x.abs().amax(dim=(-2, -1), keepdim=True))  # (..., 1, 1)
     x = x / largest
-    # G G^T or G^T G, (..., short, short), and below its powers 2, 4 and 8
-    power, norm = (x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x), largest
-    # the norm is a trace^(1/2), times a trace^(1/4), ...: no power is far from 1
+    # P = G G^T or G^T G, (..., short, short), is squared three times. Each time it is divided by
+    # its trace first, so that no power is far from 1; the scale is the product of those traces:
+    # |G| = scale |P^8|_F^(1/16), with trace(P)^(1/2) trace(P^2)^(1/4) trace(P^4)^(1/8) in scale.
+    power = x @ x.mT if x.shape[-2] <= x.shape[-1] else x.mT @ x
+    scale = largest
     for n in (2, 4, 8):
         trace = _one_for_zero(power.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None])
-        power, norm = power / trace, norm * trace ** (1 / n)
+        scale = scale * trace ** (1 / n)
+        power = power / trace
         power = power @ power
-    bound: Tensor = norm[..., 0, 0] * torch.linalg.matrix_norm(power) ** (1 / 16)
+    bound: Tensor = scale[..., 0, 0] * torch.linalg.matrix_norm(power) ** (1 / 16)
     return bound
 
 
@@ -309,15 +348,19 @@ def _one_for_zero(x: Tensor) -> Tensor:
 
 def _of_unit_size(x: Tensor) -> Tensor:
     """Each matrix times a power of two, exactly, so that its largest entry is near 1."""
-    _, exponent = torch.frexp(x.abs().amax(dim=(-2, -1), keepdim=True).double())  # (..., 1, 1)
+    largest = x.abs().amax(dim=(-2, -1), keepdim=True).double()  # (..., 1, 1)
+    _, exponent = torch.frexp(largest)
     limit = -round(log2(torch.finfo(x.dtype).tiny))  # both 2^limit and 2^-limit are normal numbers
-    return x * torch.pow(2.0, -exponent.clamp(-limit, limit).double()).to(x.dtype)
+    scale = torch.pow(2.0, -exponent.clamp(-limit, limit).double())
+    return x * scale.to(x.dtype)
 
 
 def _is_of_safe_size(x: Tensor) -> bool:
     """Whether no norm of a schedule underflows or overflows as it is: then a power of two changes
     no bit. A plain tensor on a CPU can be asked for less than `_of_unit_size` takes."""
-    if x.dtype == torch.float16 or torch.compiler.is_compiling() or not available(x):
+    if x.dtype == torch.float16 or torch.compiler.is_compiling():
+        return False
+    if not (x.is_cpu and is_plain(x)):
         return False
     norms = torch.linalg.vector_norm(x, dim=(-2, -1))
     return bool(((norms > 1e-10) & (norms < 1e10)).all())
@@ -330,7 +373,9 @@ def _iterate(x: Tensor, schedule: Schedule) -> Tensor:
     not safe where numbers have 8 bits: (a I + b G + c G^2) X rounds a X twice, and several steps on
     one Gram matrix (G <- P G P) blow its rounding up, to singular values of any size.
     """
-    product, add = (torch.bmm, torch.baddbmm) if x.ndim == 3 else (torch.mm, torch.addmm)
+    is_stack = x.ndim == 3
+    product = torch.bmm if is_stack else torch.mm
+    add = torch.baddbmm if is_stack else torch.addmm
     x = x / _one_for_zero(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True))
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
@@ -345,6 +390,7 @@ def _svd(x: Tensor) -> Tensor:
     wide = x.shape[-2] <= x.shape[-1]
     # (..., short, short), (..., short), (..., short, long)
     u, s, vh = torch.linalg.svd(x if wide else x.mT, full_matrices=False)
-    tolerance = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps  # the numerical rank's
-    factors = torch.matmul(u * (s > tolerance).to(x.dtype).unsqueeze(-2), vh)
+    tolerance = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps
+    in_rank = (s > tolerance).to(x.dtype)  # the singular values that are not rounding
+    factors = torch.matmul(u * in_rank.unsqueeze(-2), vh)
     return factors if wide else factors.mT

@@ -14,7 +14,7 @@ this module imports torch.distributed; `import structlin` does not.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives as collectives
@@ -33,10 +33,11 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor import parallel as styles
 
 from ._engine import product
+from ._engine.operands import check_input
 from ._engine.operators import Affine
 from ._layer.linear import StructuredLinear
 from ._layer.order import store_as_declared_, store_outermost_
-from ._structure.arguments import check_input, checked
+from ._structure.arguments import checked
 from ._structure.cut import Cut, axis_of, cut
 from ._structure.structure import Structure
 
@@ -166,7 +167,7 @@ def divide_layer(
     Everything that can be refused is refused before the first parameter is distributed, which
     communicates.
     """
-    _require_divisible(layer, mesh)
+    _require_plain(layer, mesh)
     axis = axis_of(layer.structure, role)
     divided = cut(layer.structure, axis, mesh.size())
     x = layouts.x or (Shard(-1) if divided.cuts_x else Replicate())
@@ -200,10 +201,11 @@ def _distribute(
         module.register_parameter(name, nn.Parameter(tensor, parameter.requires_grad))
 
 
-def _require_divisible(layer: StructuredLinear, mesh: DeviceMesh) -> None:
-    """Refuse a layer or a mesh, whatever the axis."""
+def _require_plain(layer: StructuredLinear, mesh: DeviceMesh) -> None:
+    """Refuse what cannot be divided by any axis: a mesh of several dimensions, and a layer that is
+    more than its parameters and the product of them."""
     kind = type(layer)
-    said = f"{kind.__name__}({layer.extra_repr()})"
+    label = f"{kind.__name__}({layer.extra_repr()})"
     if kind.multiply is not StructuredLinear.multiply:
         raise TypeError(f"a {kind.__name__} multiplies in its own way, on one process alone")
     if mesh.ndim != 1:
@@ -214,22 +216,19 @@ def _require_divisible(layer: StructuredLinear, mesh: DeviceMesh) -> None:
         )
     if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
         raise ValueError(
-            f"{said} is parallel or sharded already: parallelize_module comes once, and before "
+            f"{label} is parallel or sharded already: parallelize_module comes once, and before "
             "fully_shard"
         )
-    hooked = [
-        name
-        for name, parameter in layer.named_parameters()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    ]
-    if hooked:
-        raise ValueError(f"{hooked[0]} of {said} has hooks, which would be lost: add them later")
-    expected = [f"cores.{name}" for name in layer.core_names]
-    expected += [name for name in ("gains", "bias") if layer._parameters.get(name) is not None]
-    unknown = sorted({name for name, _ in layer.named_parameters()} ^ set(expected))
-    if unknown:
+    for name, parameter in layer.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} of {label} has hooks, which would be lost: add them later")
+    expected = {f"cores.{name}" for name in layer.core_names}
+    expected |= {name for name in ("gains", "bias") if layer._parameters.get(name) is not None}
+    parameter_names = {name for name, _ in layer.named_parameters()}
+    if parameter_names != expected:
+        differing = ", ".join(sorted(parameter_names ^ expected))  # in one of both
         raise ValueError(
-            f"{said} has other parameters than a layer of its kind, {', '.join(unknown)}: it is "
+            f"{label} has other parameters than a layer of its kind, {differing}: it is "
             "parametrised, pruned or adapted; make that permanent, or do it later"
         )
 
@@ -240,6 +239,13 @@ def _require_layout(name: str, layout: Placement) -> None:
 
 
 # ---- the product ---------------------------------------------------------------------------------
+
+
+class LocalParameters(NamedTuple):
+    """What one process multiplies by and adds."""
+
+    cores: list[Tensor]
+    bias: Tensor | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -274,15 +280,14 @@ class DividedLayer:
 
     def require_parts(self) -> None:
         """Refuse a cut that leaves the last process nothing but padding."""
-        for side, width, part in (
-            ("x", self.in_features, self.columns),
-            ("y", self.out_features, self.rows),
+        for side, is_cut, width, local_width in (
+            ("x", self.cut.cuts_x, self.in_features, self.columns),
+            ("y", self.cut.cuts_y, self.out_features, self.rows),
         ):
-            is_cut = self.cut.cuts_x if side == "x" else self.cut.cuts_y
-            if is_cut and width <= part * (self.cut.parts - 1):
+            if is_cut and width <= local_width * (self.cut.parts - 1):
                 raise ValueError(
                     f"axis={self.cut.axis!r} over {self.cut.parts} processes leaves the last one "
-                    f"nothing but padding of {side}: {width} in parts of {part}; take fewer"
+                    f"nothing but padding of {side}: {width} in parts of {local_width}; take fewer"
                 )
 
     def multiply(self, layer: StructuredLinear, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -318,9 +323,7 @@ class DividedLayer:
 
     # ---- parameters ------------------------------------------------------------------------------
 
-    def _take_parameters(
-        self, layer: StructuredLinear, bias: Any, ndim: int
-    ) -> tuple[list[Tensor], Tensor | None]:
+    def _take_parameters(self, layer: StructuredLinear, bias: Any, ndim: int) -> LocalParameters:
         """The cores that this process multiplies by, and the bias that it adds.
 
         What is whole while it works on a part has its gradient summed over the processes, all of
@@ -333,7 +336,8 @@ class DividedLayer:
         if bias is not None and shares_tokens and _at(self.y_layout, ndim).is_shard(ndim - 1):
             bias = bias.redistribute(placements=[Shard(0)])
             shares_tokens = False
-        bias = None if bias is None else _to_local(bias)
+        if bias is not None:
+            bias = _to_local(bias)
 
         summed = [cores[n] for n in divided.whole_cores]
         sums_bias = bias is not None and (shares_tokens or (divided.cuts_y and self.pads_y))
@@ -350,7 +354,7 @@ class DividedLayer:
             bias = padded[rank * self.rows : (rank + 1) * self.rows]
         if layer.gains is not None:
             cores = self._normalise(cores, _to_local(layer.gains), layer)
-        return cores, bias
+        return LocalParameters(cores, bias)
 
     def _normalise(
         self, cores: Sequence[Tensor], gains: Tensor, layer: StructuredLinear
@@ -374,10 +378,9 @@ class DividedLayer:
         for n, gain in zip(inside, inner_gains.unbind(), strict=True):
             factors[n] = gain
 
-        largest = [
-            sigma * sqrt(core.params)
-            for sigma, core in zip(layer.stds, divided.structure.cores, strict=True)
-        ]
+        largest = []  # norm of each core
+        for sigma, core in zip(layer.stds, divided.structure.cores, strict=True):
+            largest.append(sigma * sqrt(core.params))
         for n, total in zip(cut_cores, totals.unbind(), strict=True):
             norms[n] = total.clamp(min=largest[n] ** 2).sqrt()  # sqrt has no gradient at zero
         return [
@@ -390,9 +393,9 @@ class DividedLayer:
     def _read(self, x: Tensor, core: Tensor) -> Tensor:
         """What this process multiplies of x, `(..., columns)`: its part if x is cut, else all."""
         self._check(x, core)
-        divided, rank = self.cut, self.mesh.get_local_rank()
-        last = x.ndim - 1
-        wanted = Shard(last) if divided.cuts_x else Replicate()
+        divided = self.cut
+        rank = self.mesh.get_local_rank()
+        wanted = Shard(x.ndim - 1) if divided.cuts_x else Replicate()
         if not isinstance(x, DTensor) and _at(self.x_layout, x.ndim) == wanted:
             if divided.cuts_x:
                 return F.pad(x, (0, self.columns - x.shape[-1])) if self.pads_x else x
@@ -418,13 +421,16 @@ class DividedLayer:
         width = self.in_features
         if is_part:
             rank = self.mesh.get_local_rank()
-            part = self.columns if self.cut.cuts_x else -(-width // self.cut.parts)
-            width = max(0, min(part, width - rank * part))
+            # DTensor's parts are rounded up, so that the last ones get less or nothing
+            local_width = self.columns if self.cut.cuts_x else -(-width // self.cut.parts)
+            width = max(0, min(local_width, width - rank * local_width))
         if isinstance(x, Tensor) and x.ndim and x.shape[-1] != width:
-            of = f"this process's part of in_features={self.in_features}" if is_part else "all of x"
+            share = "all of x"
+            if is_part:
+                share = f"this process's part of in_features={self.in_features}"
             raise ValueError(
                 f"x has shape {tuple(x.shape)}, and input_layouts={layout} says that its last "
-                f"dimension is {width}, {of}: pass the layout that x has"
+                f"dimension is {width}, {share}: pass the layout that x has"
             )
         check_input(x, width, core)
         if isinstance(layout, Shard) and not is_part and x.shape[layout.dim] == 0:
@@ -440,24 +446,24 @@ class DividedLayer:
 
         The bias is added here where y is a sum over processes.
         """
-        divided, last = self.cut, y.ndim - 1
-        made: Placement = Replicate()
+        divided = self.cut
+        placement: Placement = Replicate()  # of y as it is here
         if divided.cuts_y:
-            made = Shard(last)
+            placement = Shard(y.ndim - 1)
         elif divided.sums_y:
-            made = Partial()
+            placement = Partial()
         wanted = _at(self.y_layout, y.ndim)
         pads = divided.cuts_y and self.pads_y
 
-        if self.local_output and made == wanted:
-            return y[..., : self._own_rows()] if pads else y
+        if self.local_output and placement == wanted:
+            return y[..., : self._count_local_rows()] if pads else y
         if self.local_output and divided.sums_y and wanted == Replicate():
             y = sum_over(self.mesh, y)
             return y if bias is None else y + bias.to(y.dtype)
 
-        parts = DTensor.from_local(y, self.mesh, [made], run_check=False)
+        parts = DTensor.from_local(y, self.mesh, [placement], run_check=False)
         if pads:  # a part with padding is none of DTensor's
-            inner = Replicate() if wanted == made else wanted
+            inner = Replicate() if wanted == placement else wanted
             cropped = parts.redistribute(placements=[inner]).to_local()[..., : self.out_features]
             parts = self._to_dtensor(cropped, inner, self.out_features, parts.shape[:-1])
         parts = parts.redistribute(placements=[wanted])
@@ -466,7 +472,7 @@ class DividedLayer:
             parts = self._to_dtensor(local, wanted, self.out_features, parts.shape[:-1])
         return parts.to_local() if self.local_output else parts
 
-    def _own_rows(self) -> int:
+    def _count_local_rows(self) -> int:
         """The rows of y that this process has, without padding."""
         return min(self.rows, self.out_features - self.mesh.get_local_rank() * self.rows)
 
@@ -476,11 +482,12 @@ class DividedLayer:
         """This process's part of a tensor `(*tokens, width)`; without `tokens`, all processes have
         as many."""
         shape = None
+        stride = None
         if tokens is None and placement.is_shard(local.ndim - 1):
             tokens = local.shape[:-1]
         if tokens is not None:
             shape = torch.Size((*tokens, width))
-        stride = None if shape is None else torch.empty(shape, device="meta").stride()
+            stride = torch.empty(shape, device="meta").stride()
         return DTensor.from_local(
             local, self.mesh, [placement], run_check=False, shape=shape, stride=stride
         )
@@ -488,7 +495,9 @@ class DividedLayer:
 
 def _at(placement: Placement, ndim: int) -> Placement:
     """The placement with its dimension counted from the first."""
-    return Shard(placement.dim % ndim) if isinstance(placement, Shard) and ndim else placement
+    if isinstance(placement, Shard) and ndim:
+        return Shard(placement.dim % ndim)
+    return placement
 
 
 def _to_local(parameter: Any) -> Tensor:
@@ -500,10 +509,10 @@ def _to_local(parameter: Any) -> Tensor:
 # ---- sums over processes -------------------------------------------------------------------------
 
 
-def sum_over(mesh: DeviceMesh, part: Tensor) -> Tensor:
-    """The sum of `part` over the processes of `mesh`. What is done with it is done alike on every
+def sum_over(mesh: DeviceMesh, term: Tensor) -> Tensor:
+    """The sum of `term` over the processes of `mesh`. What is done with it is done alike on every
     process, so that each has its whole gradient, and backward nothing is communicated."""
-    total: Tensor = _Sum.apply(mesh.get_group().group_name, part)  # type: ignore[no-untyped-call]
+    total: Tensor = _Sum.apply(mesh.get_group().group_name, term)  # type: ignore[no-untyped-call]
     return total
 
 
@@ -516,8 +525,8 @@ def sum_gradients(mesh: DeviceMesh, *tensors: Tensor) -> list[Tensor]:
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: str, part: Tensor) -> Tensor:
-        return _all_reduce(part, group)
+    def forward(ctx: Any, group: str, term: Tensor) -> Tensor:
+        return _all_reduce(term, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -533,19 +542,20 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        needed = [g for g, needs in zip(gradients, ctx.needs_input_grad[1:], strict=True) if needs]
-        if len(needed) == 1:
-            sums = [_all_reduce(needed[0], ctx.group)]
+        needs = ctx.needs_input_grad[1:]
+        terms = [gradient for gradient, needed in zip(gradients, needs, strict=True) if needed]
+        if len(terms) == 1:
+            sums = [_all_reduce(terms[0], ctx.group)]
         else:
-            flat = torch.cat([gradient.reshape(-1) for gradient in needed])
-            pieces = torch.split(_all_reduce(flat, ctx.group), [g.numel() for g in needed])
-            sums = [piece.view(g.shape) for piece, g in zip(pieces, needed, strict=True)]
+            flat = _all_reduce(torch.cat([term.reshape(-1) for term in terms]), ctx.group)
+            pieces = torch.split(flat, [term.numel() for term in terms])
+            sums = [piece.view(term.shape) for piece, term in zip(pieces, terms, strict=True)]
         in_order = iter(sums)
-        return None, *(next(in_order) if needs else None for needs in ctx.needs_input_grad[1:])
+        return None, *(next(in_order) if needed else None for needed in needs)
 
 
-def _all_reduce(part: Tensor, group: Any) -> Tensor:
-    reduced = collectives.all_reduce(part, "sum", group)
+def _all_reduce(term: Tensor, group: Any) -> Tensor:
+    reduced = collectives.all_reduce(term, "sum", group)
     ready: Tensor = collectives.wait_tensor(reduced)  # type: ignore[no-untyped-call]
     return ready
 
@@ -590,8 +600,8 @@ def list_collectives(
         ValueError: the axis cannot be divided so.
 
     >>> from structlin import BTT
-    >>> for found in list_collectives(BTT(rank=1).structure(1024, 4096), "rowwise", 8):
-    ...     print(found.name, found.when, found.what, found.per_token)
+    >>> for collective in list_collectives(BTT(rank=1).structure(1024, 4096), "rowwise", 8):
+    ...     print(collective.name, collective.when, collective.what, collective.per_token)
     all_reduce forward y 4096
     """
     divided = cut(structure, axis_of(structure, axis), processes)

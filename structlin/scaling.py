@@ -7,8 +7,10 @@ orthogonal one.
 
 from collections.abc import Sequence
 from math import prod, sqrt
+from typing import Annotated
 
-from ._structure.arguments import checked, require_choice
+from ._structure.arguments import Range, checked, require_choice
+from ._structure.axes import MOST_AXES
 from ._structure.structure import Core
 
 __all__ = ["init_std", "lr_mult"]
@@ -43,9 +45,11 @@ def init_std(
     >>> right.fan_in * init_std(right) ** 2, left.fan_in * init_std(left) ** 2
     (1.0, 0.25)
     """
-    m, n = core.fan_out, core.fan_in
     require_choice("init", init, INITS)
-    if activated or (bottleneck_variance and core.batch == core.repeat == 1 and m < n):
+    m = core.fan_out
+    n = core.fan_in
+    is_bottleneck = core.batch == core.repeat == 1 and m < n
+    if activated or (bottleneck_variance and is_bottleneck):
         return 1 / sqrt(n)
     if init == "spectral":
         return sqrt(m / n) / (sqrt(m) + sqrt(n))
@@ -67,17 +71,17 @@ def expected_norm(
     8.0
     """
     if activated:
-        last = cores[-1]
-        return sqrt(last.batch * last.repeat * last.fan_out * last.fan_in) * stds[-1]
-    each = zip(cores, stds, strict=True)
-    return sqrt(in_features * prod(core.fan_out * std**2 for core, std in each))
+        readout = cores[-1]
+        return sqrt(readout.batch * readout.repeat * readout.fan_out * readout.fan_in) * stds[-1]
+    variances = [core.fan_out * std**2 for core, std in zip(cores, stds, strict=True)]
+    return sqrt(in_features * prod(variances))
 
 
 @checked
 def lr_mult(
     core: Core,
     in_features: int,
-    cores: int,
+    cores: Annotated[int, Range(1, MOST_AXES)],
     *,
     optimizer: str = "adam",
     out_features: int | None = None,

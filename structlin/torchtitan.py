@@ -156,13 +156,16 @@ def structured(
 
 
 def _find_role(cfg: Linear.Config) -> str | None:
-    """How tensor parallelism cuts the dense weight."""
+    """How tensor parallelism cuts the dense weight; None: not at all."""
     if cfg.sharding_config is None:
         return None
     weight = cfg.sharding_config.state_shardings.get("weight")
-    cut = None if weight is None else weight.axis_types[MeshAxisName.TP]
-    dim = getattr(cut, "dim", None)
-    return None if dim is None else ("colwise", "rowwise")[dim]
+    if weight is None:
+        return None
+    placement = weight.axis_types[MeshAxisName.TP]
+    # Shard(0) cuts the rows of the weight (out_features, in_features), which are features of y
+    roles = {0: "colwise", 1: "rowwise", None: None}
+    return roles[getattr(placement, "dim", None)]
 
 
 def _measure_norm(cfg: Linear.Config) -> float | None:
@@ -233,9 +236,9 @@ class Optimizers(OptimizersContainer):  # type: ignore[type-arg]
         self.model_parts = model_parts
         self.optimizers = []
         parameters = []
-        for part in model_parts:
-            part_optimizer = OPTIMIZERS[config.name](part, **config.options)
-            _name_parameters(part_optimizer, part)
+        for model in model_parts:
+            part_optimizer = OPTIMIZERS[config.name](model, **config.options)
+            _name_parameters(part_optimizer, model)
             self.optimizers.append(part_optimizer)
             for group in part_optimizer.param_groups:
                 parameters += group["params"]

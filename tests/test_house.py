@@ -66,7 +66,20 @@ def test_nothing_imports_what_imports_it_not_even_lazily():
 def test_the_mathematics_of_one_matrix_knows_nothing_of_models():
     files = [path for path in FILES if "_projection" in path.parts]
     found = {module[1] for path in files for module in imports_of(path)}
-    assert found == {"_engine", "_projection", "_structure"}
+    assert found == {"_engine", "_projection", "_structure", "_tensors"}
+
+
+def test_what_names_axes_and_families_imports_no_torch():
+    for path, tree in FILES.items():
+        if "_structure" not in path.parts:
+            continue
+        for node in ast.walk(tree):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names.append(node.module)
+            assert not any(name.split(".")[0] == "torch" for name in names), path
+    own = {module[1] for path in FILES if "_structure" in path.parts for module in imports_of(path)}
+    assert own == {"_structure"}
 
 
 def test_one_file_splits_a_signature():

@@ -237,8 +237,10 @@ def test_every_bond_may_be_at_its_bound():
 @pytest.mark.parametrize("name", ["LowRank", "TT", "BTT"])
 @pytest.mark.parametrize("rank", [0, -1, True, 2.0, "2", None])
 def test_a_rank_that_is_no_integer_of_at_least_1_is_refused(name, rank):
-    what = "at least 1" if type(rank) is int else "an integer of at least 1"
-    with pytest.raises(ValueError, match=f"rank={rank!r} must be {what}"):
+    error, what = TypeError, "an integer of at least 1"
+    if type(rank) is int:
+        error, what = ValueError, "at least 1"
+    with pytest.raises(error, match=f"rank={rank!r} must be {what}"):
         family(name, rank=rank)
 
 
@@ -250,16 +252,15 @@ def test_a_rank_that_is_no_integer_of_at_least_1_is_refused(name, rank):
         ("BTT", {"rank": (2, 0), "cores": 3}, r"rank\[1\]=0 must be at least 1"),
         ("BTT", {"cores": 1}, "cores=1 must be at least 2"),
         ("TT", {"rank": 1, "cores": 0}, "cores=0 must be at least 1"),
-        ("TT", {"rank": 1, "cores": 2.0}, "cores=2.0 must be an integer"),
         ("Monarch", {"blocks": 0}, "blocks=0 must be at least 1"),
         ("BlockDiagonal", {"blocks": -4}, "blocks=-4 must be at least 1"),
-        ("BlockDiagonal", {"blocks": 1.5}, "blocks=1.5 must be an integer of at least 1"),
         (
             "btt",
             {"ranks": 2},
             r"BTT has no option 'ranks' \(got ranks=2\); it has \['rank', 'cores'\]",
         ),
         ("Dense", {"rank": 2}, "Dense has no option 'rank'"),
+        ("monarch + lowrank", {}, r"'monarch \+ lowrank' is no family; .* cannot be a sum"),
         (
             "butterfly",
             {},
@@ -269,6 +270,21 @@ def test_a_rank_that_is_no_integer_of_at_least_1_is_refused(name, rank):
 )
 def test_an_impossible_hyperparameter_is_refused_by_name(name, options, message):
     with pytest.raises(ValueError, match=message):
+        family(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("TT", {"rank": 1, "cores": 2.0}, "cores=2.0 must be an integer of at least 1"),
+        ("BTT", {"cores": "2"}, "cores='2' must be an integer of at least 2"),
+        ("BlockDiagonal", {"blocks": 1.5}, "blocks=1.5 must be an integer of at least 1"),
+        ("Split", {"split": 3, "of": "BTT"}, "of='BTT' must be a family such as"),
+        (3, {}, "structure=3 is no family; there are dense"),
+    ],
+)
+def test_a_hyperparameter_of_another_type_is_a_type_error(name, options, message):
+    with pytest.raises(TypeError, match=message):
         family(name, **options)
 
 

@@ -358,7 +358,7 @@ def test_a_verdict_changes_with_the_result():
 
 
 def test_the_verdicts_of_three_seeds_use_intervals_and_the_others_say_that_they_are_of_one_run():
-    for shown, claim, found in pages.judged():
+    for shown, claim, found in pages.judge_all():
         seeds = {row.get("seed", 0) for row in record.read(shown.name)["rows"]}
         assert (claim.runs == "one run") == (len(seeds) == 1), claim.short
         assert found["verdict"].endswith("(one run)") == (len(seeds) == 1)

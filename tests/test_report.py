@@ -177,7 +177,7 @@ def test_timing_leaves_gradients_random_numbers_and_the_model_as_they_were():
 
 @pytest.mark.parametrize("measure", [0, -1, 2.5, True])
 def test_what_cannot_be_timed_is_refused(measure):
-    with pytest.raises(ValueError, match=f"tokens={measure!r}"):
+    with pytest.raises(ValueError if measure in (0, -1) else TypeError, match=f"tokens={measure}"):
         summary(nn.Linear(4, 4), tokens=measure)
     with pytest.raises(ValueError, match=r"tokens=4: layer '0' has no values \(meta\)"):
         summary(nn.Sequential(nn.Linear(4, 4, device="meta")), tokens=4)

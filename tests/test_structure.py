@@ -129,11 +129,6 @@ def test_parameters_and_flops_of_a_square_layer_are_the_formulas_of_the_table(
             "signature: the axis name 'between' is reserved; take another",
         ),
         (
-            ("i -> o", "r i", "o r"),
-            {"i": 2, "r": 1, "o": 3, "between": 3},
-            "between=3 is no activation; there are silu, and None",
-        ),
-        (
             ("i -> o", "o i"),
             {"i": 2, "o": 3, "between": "silu"},
             "between='silu' needs two cores or more.* there is one, 'o i'",
@@ -150,9 +145,8 @@ def test_a_malformed_structure_is_refused_by_name(strings, sizes, message):
 
 @pytest.mark.parametrize("size", [0, -1, True, 2.0, "2", None])
 def test_a_size_that_is_no_positive_integer_is_refused(size):
-    with pytest.raises(
-        ValueError, match=f"i={size!r}: the size of an axis is an integer of at least 1"
-    ):
+    error = ValueError if type(size) is int else TypeError
+    with pytest.raises(error, match=f"i={size!r}: the size of an axis is an integer of at least 1"):
         Structure("i -> o", "o i", i=size, o=3)
 
 
@@ -286,6 +280,18 @@ def test_many_cores_are_derived_one_by_one():
 def test_the_syntax_of_torch_einsum_is_answered_by_this_one(strings, sizes, message):
     with pytest.raises(ValueError, match=message):
         Structure(*strings, **sizes)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda: Structure("i -> o", "o i + o r", "r i", i=4, o=4, r=2),
+        lambda: Structure("i -> o", "o i", "+", "r i", i=4, o=4, r=2),
+    ],
+)
+def test_a_sum_in_a_text_is_refused_with_what_to_do(write):
+    with pytest.raises(ValueError, match=r"\+.*cannot be a sum; add the outputs of two layers"):
+        write()
 
 
 def test_a_sum_of_structures_is_refused_with_what_to_do_and_other_operands_are_not():

@@ -180,7 +180,7 @@ def test_a_structured_model_costs_the_same_on_a_device_and_on_none():
             "dense=True must be an integer",
         ),
         ({"dense": 0}, ValueError, "dense=0 must be at least 1"),
-        ({"multiple": 2.5}, ValueError, "multiple=2.5 must be an integer"),
+        ({"multiple": 2.5}, TypeError, "multiple=2.5 must be an integer"),
         ({"match": "time"}, ValueError, "match='time' is unknown; there are flops, params"),
         (
             {"dense": 2},
@@ -190,7 +190,7 @@ def test_a_structured_model_costs_the_same_on_a_device_and_on_none():
         ({"dense": nn.ReLU()}, ValueError, "model=ReLU has no parameter"),
         ({"includes": "2"}, TypeError, "widen() got an unexpected keyword argument 'includes'"),
         ({"init": "best"}, ValueError, "init='best' is unknown"),
-        ({"weight_norm": 1}, ValueError, "weight_norm=1 is of type int"),
+        ({"weight_norm": 1}, TypeError, "weight_norm=1 is of type int"),
         ({"include": "3"}, ValueError, "BTT(rank=1) fits none; the last refusal"),
     ],
 )

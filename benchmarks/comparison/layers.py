@@ -27,7 +27,7 @@ import structlin
 from benchmarks.comparison.methods import Method, find_methods
 from benchmarks.harness import figures, report, training
 from benchmarks.harness.experiment import Experiment, Row, Tune
-from benchmarks.harness.statistics import best, curve_of_rates, select, values
+from benchmarks.harness.statistics import best, curve_of_rates, one, select, values
 from benchmarks.harness.tasks import Characters
 from benchmarks.harness.timing import milliseconds
 
@@ -54,16 +54,16 @@ def make_optimizer(method: Method, model: nn.Module, lr: float) -> torch.optim.O
 
 def train(method: str, lr: float, seed: int, **sizes: int) -> Row:
     """The held-out loss; parameters that train; FLOPs of a forward pass over a batch."""
-    chosen, task = METHODS[method], make_task(seed, **sizes)
-    model = build(chosen, seed, sizes)
-    optimizer = make_optimizer(chosen, model, lr)
+    task = make_task(seed, **sizes)
+    model = build(METHODS[method], seed, sizes)
+    optimizer = make_optimizer(METHODS[method], model, lr)
     warmup = max(1, sizes["steps"] // 20)
     curve = training.follow(model, optimizer, task, sizes["steps"], warmup)
     flops = structlin.cost(model, task.batch(0)[0]).flops
     return {
         "loss": curve[-1][1],
         "curve": curve,
-        "params": sum(each.numel() for each in model.parameters() if each.requires_grad),
+        "params": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "flops": flops,
     }
 
@@ -87,12 +87,18 @@ def analyse(rows: list[Row]) -> Row:
     """Each method at its best rate."""
     table = []
     for name in values(rows, "method"):
-        mine = select(rows, method=name)
-        lr = best(curve_of_rates(select(mine, seed=0)))
-        losses = [row["loss"] for row in select(mine, lr=lr)]
-        same = {key: mine[0][key] for key in ("params", "flops")}
-        table.append({"method": name, "package": METHODS[name].package, "lr": lr, "losses": losses})
-        table[-1] |= same
+        runs = select(rows, method=name)
+        lr = best(curve_of_rates(select(runs, seed=0)))
+        table.append(
+            {
+                "method": name,
+                "package": METHODS[name].package,
+                "lr": lr,
+                "losses": [run["loss"] for run in select(runs, lr=lr)],
+                "params": runs[0]["params"],
+                "flops": runs[0]["flops"],
+            }
+        )
     return {"table": table}
 
 
@@ -103,27 +109,29 @@ def mean_loss(row: Row) -> float:
 
 def markdown(result: Row) -> str:
     """The table of docs/choose.md, the lowest loss first: FLOPs and milliseconds over dense's."""
-    (dense,), times = select(result["table"], method="dense"), result["times"]
-    cells = []
+    dense = one(result["table"], method="dense")
+    times = result["times"]
+    lines = []
     for row in sorted(result["table"], key=mean_loss):
+        flops = row["flops"] / dense["flops"]
         ms = times[row["method"]]["median"] / times["dense"]["median"]
-        figures = mean_loss(row), row["flops"] / dense["flops"], ms
-        forms = (".3f", ".2f", ".2f")
-        shown = [format(*each) for each in zip(figures, forms, strict=True)]
-        cells.append([row["method"], row["package"], *shown])
-    return report.table(["", "package", "loss", "FLOPs", "ms"], cells)
+        numbers = [f"{mean_loss(row):.3f}", f"{flops:.2f}", f"{ms:.2f}"]
+        lines.append([row["method"], row["package"], *numbers])
+    return report.table(["", "package", "loss", "FLOPs", "ms"], lines)
 
 
 def draw(result: Row) -> figures.Figure:
-    """Loss against milliseconds of a step."""
+    """Loss against milliseconds of a step: circles for structlin's layers, squares for others'."""
     figure = figures.Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     for row in result["table"]:
-        at = result["times"][row["method"]]["median"], mean_loss(row)
-        if at[1] == math.inf:
+        loss = mean_loss(row)
+        if loss == math.inf:
             continue
-        axes.plot(*at, "o" if row["package"] == OURS else "s")
-        axes.annotate(row["method"], at, xytext=(4, 4), textcoords="offset points", fontsize=8)
+        ms = result["times"][row["method"]]["median"]
+        axes.plot(ms, loss, "o" if row["package"] == OURS else "s")
+        beside = {"xytext": (4, 4), "textcoords": "offset points"}
+        axes.annotate(row["method"], (ms, loss), fontsize=8, **beside)
     axes.set(xscale="log", xlabel="milliseconds of a step", ylabel="held-out loss")
     return figure
 

@@ -4,7 +4,7 @@
     python -m benchmarks.papers.bm_metrics --smoke    # seconds
 
 For a linear layer on inputs of unit RMS three numbers are to stay of order 1 (see
-`structlin.stability`): forward, dependency = sqrt(d_in / d_out) |W|_2 and update = sqrt(d_in /
+`benchmarks.harness.live`): forward, dependency = sqrt(d_in / d_out) |W|_2 and update = sqrt(d_in /
 d_out) |dW|_2. Order 1 means that a number does not move
 with the width: its power of the width is below LEVEL, whatever its size. The article's forward is
 the largest over all inputs, which for a linear layer is the dependency; here forward is that of the
@@ -33,12 +33,12 @@ from torch import Tensor, nn
 import structlin
 from benchmarks.harness import training
 from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.live import watch
 from benchmarks.harness.models import BASE_WIDTH, STRUCTURES
 from benchmarks.harness.report import least_and_most, table
 from benchmarks.harness.shown import Claim
 from benchmarks.harness.statistics import one, select, slope, values
 from benchmarks.harness.tasks import PlainDigits
-from structlin import stability
 
 FAMILIES = {
     name: STRUCTURES[name] for name in ("dense", "low-rank", "Monarch", "BTT r=1", "BTT r=4")
@@ -56,23 +56,27 @@ LEVEL = 0.15  # the largest power of the width of a number of order 1
 def fresh(structure: str, init: str, width: int) -> Row:
     """The dependency of a new layer, and the largest of its cores'; the median of 5."""
     torch.manual_seed(0)
-    found, cores = [], []
+    dependencies = []
+    largest_norms = []  # of a core
     for _ in range(5):
         layer = structlin.StructuredLinear(
             width, width, FAMILIES[structure](width), bias=False, init=init
         )
-        with stability.watch(layer) as log:
+        with watch(layer) as log:
             layer(torch.randn(8, width))
-        found.append(log.rows[0].dependency)
-        norms = [
-            torch.linalg.matrix_norm(core, 2).max() * math.sqrt(core.shape[2] / core.shape[1])
-            for core in layer.cores
-        ]
-        cores.append(max(norm.item() for norm in norms))
+        dependencies.append(log.rows[0].dependency)
+        norms = []
+        for core in layer.cores:  # (batch, fan_out, fan_in)
+            spectral = torch.linalg.matrix_norm(core, 2).max()
+            norms.append((spectral * math.sqrt(core.shape[2] / core.shape[1])).item())
+        largest_norms.append(max(norms))
     return {
-        "structure": structure, "init": init, "width": width,
-        "dependency": sorted(found)[2], "largest core": sorted(cores)[2],
-    }  # fmt: skip
+        "structure": structure,
+        "init": init,
+        "width": width,
+        "dependency": sorted(dependencies)[2],
+        "largest core": sorted(largest_norms)[2],
+    }
 
 
 class MLP(nn.Module):
@@ -85,7 +89,7 @@ class MLP(nn.Module):
         self.norm = nn.RMSNorm(width, elementwise_affine=False)
         self.hidden = structlin.StructuredLinear(width, width, family, bias=False, init="spectral")
         self.head = nn.Linear(width, 10, bias=False)
-        nn.init.normal_(self.input.weight, std=1 / 8)
+        nn.init.normal_(self.input.weight, std=1 / 8)  # 1 / sqrt(64)
         nn.init.normal_(self.head.weight, std=1 / width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -95,7 +99,7 @@ class MLP(nn.Module):
 
 def make_optimizer(name: str, model: nn.Module, width: int) -> torch.optim.Optimizer:
     if name == "Muon":
-        return structlin.optim.Muon(model, LRS[name], method="ns", dualize="all")
+        return structlin.optim.Muon(model, LRS[name], method="ns", matrices="all")
     aware = name == "AdamW, muP"
     groups = structlin.param_groups(
         model,
@@ -109,9 +113,10 @@ def make_optimizer(name: str, model: nn.Module, width: int) -> torch.optim.Optim
 
 def train(structure: str, optimizer: str, width: int, steps: int) -> Row:
     torch.manual_seed(0)
-    task, model = PlainDigits(), MLP(width, FAMILIES[structure](width))
+    task = PlainDigits()
+    model = MLP(width, FAMILIES[structure](width))
     descent = make_optimizer(optimizer, model, width)
-    with stability.watch(model, every=max(1, steps // 5)) as log:
+    with watch(model, every=max(1, steps // 5)) as log:
         loss = training.train(model, descent, task, steps, batch=BATCH, schedule="constant")
     readings = [row for row in log.rows if row.layer == "hidden" and row.update is not None]
     return {
@@ -123,48 +128,56 @@ def train(structure: str, optimizer: str, width: int, steps: int) -> Row:
 
 def exponents(rows: list[Row]) -> dict[str, dict[str, dict[str, float]]]:
     """structure -> optimizer -> number -> its power of the width, at the last reading."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for structure, name in product(TRAINED, OPTIMIZERS):
-        chosen = select(rows, structure=structure, optimizer=name)
-        widths = [math.log2(row["width"]) for row in chosen]
-        found.setdefault(structure, {})[name] = {
-            number: slope(widths, [math.log2(row[number][-1]) for row in chosen])
-            for number in NUMBERS
-        }
-    return found
+    powers: dict[str, dict[str, dict[str, float]]] = {}
+    for structure, optimizer in product(TRAINED, OPTIMIZERS):
+        chosen = select(rows, structure=structure, optimizer=optimizer)
+        log_widths = [math.log2(row["width"]) for row in chosen]
+        by_number = {}
+        for number in NUMBERS:
+            by_number[number] = slope(log_widths, [math.log2(row[number][-1]) for row in chosen])
+        powers.setdefault(structure, {})[optimizer] = by_number
+    return powers
 
 
 def all_fresh(widths: Sequence[int]) -> Row:
-    return {"fresh": [fresh(*each) for each in product(FAMILIES, INITS, widths)]}
+    rows = []
+    for structure, init, width in product(FAMILIES, INITS, widths):
+        rows.append(fresh(structure, init, width))
+    return {"fresh": rows}
 
 
 # ---- what the pages show -------------------------------------------------------------------------
 
 
-def dependencies(result: Row) -> tuple[list[float], list[float]]:
-    """Those of fresh layers, `init="spectral"`: dense, and products of cores."""
+def dependencies(result: Row, *, dense: bool) -> list[float]:
+    """Those of fresh layers, `init="spectral"`: of dense ones, or of products of cores."""
     rows = select(result["fresh"], init="spectral")
-    dense, products = (
-        [row["dependency"] for row in rows if (row["structure"] == "dense") == is_dense]
-        for is_dense in (True, False)
-    )
-    return dense, products
+    return [row["dependency"] for row in rows if (row["structure"] == "dense") == dense]
 
 
 def fresh_powers(result: Row) -> list[float]:
     """The powers of the width with which those go, of each structure."""
-    rows, powers = select(result["fresh"], init="spectral"), []
+    rows = select(result["fresh"], init="spectral")
+    powers = []
     for structure in values(rows, "structure"):
-        mine = select(rows, structure=structure)
-        widths, found = ([math.log2(row[key]) for row in mine] for key in ("width", "dependency"))
-        powers.append(slope(widths, found))
+        chosen = select(rows, structure=structure)
+        log_widths = [math.log2(row["width"]) for row in chosen]
+        log_dependencies = [math.log2(row["dependency"]) for row in chosen]
+        powers.append(slope(log_widths, log_dependencies))
     return powers
 
 
 def largest_power(result: Row, *optimizers: str) -> float:
     """Without its sign."""
-    found = [by[name] for by in result["exponents"].values() for name in optimizers]
-    return max(abs(power) for powers in found for power in powers.values())
+    largest = 0.0
+    for by_optimizer in result["exponents"].values():
+        for optimizer in optimizers:
+            largest = max(largest, *map(abs, by_optimizer[optimizer].values()))
+    return largest
+
+
+def span(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
 
 
 CLAIMS = [
@@ -172,12 +185,11 @@ CLAIMS = [
         "BM",
         "the initial variance gives a dependency of order 1",
         "the initial variance gives a dependency of order 1",
-        lambda found: (
-            [abs(power) < LEVEL for power in fresh_powers(found)],
-            f"powers of the width of at most {max(map(abs, fresh_powers(found))):.2f}; "
-            "{:.2f} to {:.2f} for dense layers, {:.2f} to {:.2f} for products of cores".format(
-                *(end(each) for each in dependencies(found) for end in (min, max))
-            ),
+        lambda result: (
+            [abs(power) < LEVEL for power in fresh_powers(result)],
+            f"powers of the width of at most {max(map(abs, fresh_powers(result))):.2f}; "
+            f"{span(dependencies(result, dense=True))} for dense layers, "
+            f"{span(dependencies(result, dense=False))} for products of cores",
         ),
         runs="one run",
     ),
@@ -185,11 +197,11 @@ CLAIMS = [
         "BM",
         "forward, dependency and update stay of order 1",
         "with its steps forward, dependency and update stay of order 1 at every width",
-        lambda found: (
-            [largest_power(found, *OPTIMIZERS[:2]) < LEVEL],
-            f"powers of the width of at most {largest_power(found, *OPTIMIZERS[:2]):.2f} by Muon "
-            f"and by `param_groups`, up to {largest_power(found, OPTIMIZERS[2]):.2f} with one rate "
-            "for all widths",
+        lambda result: (
+            [largest_power(result, *OPTIMIZERS[:2]) < LEVEL],
+            f"powers of the width of at most {largest_power(result, *OPTIMIZERS[:2]):.2f} by Muon "
+            "and by `param_groups`, up to "
+            f"{largest_power(result, OPTIMIZERS[2]):.2f} with one rate for all widths",
         ),
         runs="one run",
     ),
@@ -197,12 +209,13 @@ CLAIMS = [
 
 
 def numbers(result: Row) -> dict[str, str]:
-    dense, products = dependencies(result)
-    cores = [abs(row["largest core"] - 1) for row in select(result["fresh"], init="spectral")]
+    rows = select(result["fresh"], init="spectral")
+    core_errors = [abs(row["largest core"] - 1) for row in rows]
+    dense_errors = [abs(dependency - 1) for dependency in dependencies(result, dense=True)]
     return {
-        "bm.core": f"{math.ceil(1000 * max(cores)) / 10}",
-        "bm.dense": f"{math.ceil(1000 * max(abs(each - 1) for each in dense)) / 10}",
-        **least_and_most("bm.product_", products, ".2f"),
+        "bm.core": f"{math.ceil(1000 * max(core_errors)) / 10}",
+        "bm.dense": f"{math.ceil(1000 * max(dense_errors)) / 10}",
+        **least_and_most("bm.product_", dependencies(result, dense=False), ".2f"),
         "bm.fresh_power": f"{math.ceil(100 * max(map(abs, fresh_powers(result)))) / 100:.2f}",
         "bm.power": f"{math.ceil(100 * largest_power(result, *OPTIMIZERS[:2])) / 100:.2f}",
     }
@@ -212,19 +225,21 @@ def show_fresh(result: Row) -> str:
     """The dependency of fresh layers, in brackets the largest norm of a core."""
     rows = result["fresh"]
     widths = sorted(values(rows, "width"))
-    chosen = [("dense", "spectral"), ("dense", "mup")]
-    chosen += [(name, "spectral") for name in FAMILIES if name != "dense"]
+    shown = [("dense", "spectral"), ("dense", "mup")]
+    shown += [(name, "spectral") for name in FAMILIES if name != "dense"]
     lines = []
-    for structure, init in chosen:
-        found = [one(rows, structure=structure, init=init, width=n) for n in widths]
-        cores = ["" if structure == "dense" else f" ({row['largest core']:.2f})" for row in found]
-        cells = [f"{row['dependency']:.2f}{core}" for row, core in zip(found, cores, strict=True)]
-        lines.append([f"{structure}, {init}", *cells])
+    for structure, init in shown:
+        cells = [f"{structure}, {init}"]
+        for width in widths:
+            row = one(rows, structure=structure, init=init, width=width)
+            core = "" if structure == "dense" else f" ({row['largest core']:.2f})"
+            cells.append(f"{row['dependency']:.2f}{core}")
+        lines.append(cells)
     cells = ["every family, orthogonal"]
-    for n in widths:
-        found = [row["dependency"] for row in select(rows, init="orthogonal", width=n)]
-        cells.append(f"{min(found):.2f} to {max(found):.2f}")
-    return table(["", *(f"width {n}" for n in widths)], [*lines, cells])
+    for width in widths:
+        orthogonal = select(rows, init="orthogonal", width=width)
+        cells.append(span([row["dependency"] for row in orthogonal]))
+    return table(["", *(f"width {width}" for width in widths)], [*lines, cells])
 
 
 def show_training(result: Row) -> str:
@@ -233,13 +248,13 @@ def show_training(result: Row) -> str:
     lines = []
     for structure, optimizer in product(TRAINED, OPTIMIZERS):
         rows = select(result["rows"], structure=structure, optimizer=optimizer)
-        cells = [
-            "{:.2f} / {:.2f} / {:.3f}".format(*(one(rows, width=n)[key][-1] for key in NUMBERS))
-            for n in widths
-        ]
+        cells = [f"{structure}, {optimizer}"]
+        for width in widths:
+            forward, dependency, update = (one(rows, width=width)[key][-1] for key in NUMBERS)
+            cells.append(f"{forward:.2f} / {dependency:.2f} / {update:.3f}")
         powers = result["exponents"][structure][optimizer]
         cells.append(" / ".join(f"{powers[key]:+.2f}" for key in NUMBERS))
-        lines.append([f"{structure}, {optimizer}", *cells])
+        lines.append(cells)
     return table(["", *(f"width {n}" for n in widths), "powers"], lines)
 
 
@@ -256,7 +271,7 @@ EXPERIMENT = Experiment(
     sizes={"steps": 40},
     note={"widths": WIDTHS, "batch": BATCH, "data": "digits", "lr": LRS},
     smoke={"steps": 2, "width": [16, 64]},
-    beside=lambda chosen, found: all_fresh(chosen["width"]),
+    beside=lambda chosen, result: all_fresh(chosen["width"]),
     analyse=lambda rows: {"exponents": exponents(rows)},
 )
 

@@ -47,7 +47,8 @@ from benchmarks.harness.tasks import Digits
 
 STRUCTURES = ("dense", "low-rank", "Kronecker", "Monarch b=16", "BTT r=1")
 WIDTHS = (64, 256, 1024)
-LR, BATCH = 3e-3, 64
+LR = 3e-3
+BATCH = 64
 RULES = ("naive", "aware")  # cores at the rate of a dense layer, or at that of their shape
 
 
@@ -63,12 +64,14 @@ def build_mlp(structure: str, width: int) -> nn.Sequential:
 def train(structure: str, width: int, rule: str, seed: int, steps: int) -> Row:
     """The mean over `steps` of the RMS by which a step changes the last features."""
     torch.manual_seed(seed)
-    task, model = Digits(seed), build_mlp(structure, width)
+    task = Digits(seed)
+    model = build_mlp(structure, width)
     base = {width: models.BASE_WIDTH}
     groups = structlin.param_groups(model, LR, base=base, structure_aware=rule == "aware")
     probe, _ = task.batch(BATCH)
     with torch.no_grad():
-        seen, losses = [model[:-1](probe)], []  # (BATCH, width)
+        features = [model[:-1](probe)]  # (BATCH, width)
+    losses: list[Tensor] = []
     changes: list[float] = []
 
     def loss(step: int) -> Tensor:
@@ -78,8 +81,9 @@ def train(structure: str, width: int, rule: str, seed: int, steps: int) -> Row:
 
     @torch.no_grad()
     def after(step: int) -> None:
-        seen.append(model[:-1](probe))
-        changes.append((seen[1] - seen.pop(0)).square().mean().sqrt().item())
+        before = features.pop()
+        features.append(model[:-1](probe))
+        changes.append((features[0] - before).square().mean().sqrt().item())
 
     training.descend(torch.optim.Adam(groups), loss, steps, schedule="constant", after=after)
     return {"change": fmean(changes), "loss": losses[-1].item()}
@@ -89,39 +93,45 @@ def compare(rows: list[Row]) -> dict[str, Any]:
     """Estimates of logarithms, by structure: "growth" of each rule from the least width to the
     largest, and "shortfall", naive over aware at the largest; "pronounced", by how much less the
     shortfall of the first of a pair is than that of the second."""
-    changes = {
-        (row["structure"], row["rule"], row["width"], row["seed"]): math.log(row["change"])
-        for row in rows
-    }
-    least, largest = (pick(row["width"] for row in rows) for pick in (min, max))
+    changes = {}
+    for row in rows:
+        key = (row["structure"], row["rule"], row["width"], row["seed"])
+        changes[key] = math.log(row["change"])
+    least = min(row["width"] for row in rows)
+    largest = max(row["width"] for row in rows)
     structures = [name for name in STRUCTURES if name != "dense"]
 
     def growth(structure: str, rule: str, seed: int) -> float:
-        last, first = (changes[structure, rule, width, seed] for width in (largest, least))
-        return last - first
+        at_least = changes[structure, rule, least, seed]
+        return changes[structure, rule, largest, seed] - at_least
 
     def shortfall(structure: str, seed: int) -> float:
-        naive, aware = (changes[structure, rule, largest, seed] for rule in RULES)
-        return naive - aware
+        aware = changes[structure, "aware", largest, seed]
+        return changes[structure, "naive", largest, seed] - aware
+
+    def difference(pair: tuple[str, str], seed: int) -> float:
+        return shortfall(pair[0], seed) - shortfall(pair[1], seed)
 
     def estimate(of: Callable[[int], float]) -> Estimate:
         return student([of(seed) for seed in seeds_of(rows)])
 
-    def more(pair: tuple[str, str], seed: int) -> float:
-        return shortfall(pair[0], seed) - shortfall(pair[1], seed)
-
+    growths = {}
+    for rule in RULES:
+        growths[rule] = {name: estimate(partial(growth, name, rule)) for name in structures}
+    pronounced = []
+    for pair in product(("BTT r=1", "Kronecker"), ("Monarch b=16", "low-rank")):
+        pronounced.append({"pair": pair, **estimate(partial(difference, pair))})
     return {
-        "growth": {
-            rule: {name: estimate(partial(growth, name, rule)) for name in structures}
-            for rule in RULES
-        },
+        "growth": growths,
         "dense": estimate(partial(growth, "dense", "aware")),
         "shortfall": {name: estimate(partial(shortfall, name)) for name in structures},
-        "pronounced": [
-            {"pair": pair, **estimate(partial(more, pair))}
-            for pair in product(("BTT r=1", "Kronecker"), ("Monarch b=16", "low-rank"))
-        ],
+        "pronounced": pronounced,
     }
+
+
+def describe_pair(estimate: Row) -> str:
+    structure, compared = estimate["pair"]
+    return f"{structure}'s naive share is {factor(estimate)} of that of {compared}"
 
 
 CLAIMS = [
@@ -130,57 +140,57 @@ CLAIMS = [
         "our rule gives consistent feature learning for all structures",
         '"structure-aware learning rate scaling produces consistent feature learning for all '
         'structures used"',
-        lambda found: (
-            [within(each, math.log(2)) for each in found["growth"]["aware"].values()],
+        lambda result: (
+            [within(estimate, math.log(2)) for estimate in result["growth"]["aware"].values()],
             "the mean change of a step grows from width 64 to 1024 by a factor of "
-            f"{listed(found['growth']['aware'])}, dense's by {factor(found['dense'])}",
+            f"{listed(result['growth']['aware'])}, dense's by {factor(result['dense'])}",
         ),
     ),
     Claim(
         "CBS 2a",
         "the naive rule gives much smaller updates to the features",
         '"the naive approach causes much smaller or vanishing updates to the features"',
-        lambda found: (
-            [below(each, math.log(1 / 2)) for each in found["shortfall"].values()],
-            f"at width 1024 it has {listed(found['shortfall'])} of the aware rule's",
+        lambda result: (
+            [below(estimate, math.log(1 / 2)) for estimate in result["shortfall"].values()],
+            f"at width 1024 it has {listed(result['shortfall'])} of the aware rule's",
         ),
     ),
     Claim(
         "CBS 2a",
         "the effect is largest for BTT and Kronecker",
         '"the effect is most pronounced for BTT and Kronecker"',
-        lambda found: (
-            [below(each) for each in found["pronounced"]],
-            "; ".join(
-                f"{first}'s naive share is {factor(each)} of that of {second}"
-                for each in found["pronounced"]
-                for first, second in [each["pair"]]
-            ),
+        lambda result: (
+            [below(estimate) for estimate in result["pronounced"]],
+            "; ".join(map(describe_pair, result["pronounced"])),
         ),
     ),
 ]
 
 
 def numbers(result: Row) -> dict[str, str]:
-    grown = [math.exp(found["value"]) for found in result["growth"]["aware"].values()]
-    short = {name: math.exp(found["value"]) for name, found in result["shortfall"].items()}
-    lowrank = short.pop("low-rank")
+    growths = [math.exp(growth["value"]) for growth in result["growth"]["aware"].values()]
+    shares = {}
+    for structure, shortfall in result["shortfall"].items():
+        shares[structure] = math.exp(shortfall["value"])
+    lowrank = shares.pop("low-rank")
     return {
         "cbs.short_lowrank": f"{lowrank:.2f}",
-        **least_and_most("cbs.grown_", grown, ".2f"),
-        **least_and_most("cbs.short_", short.values(), ".2f"),
+        **least_and_most("cbs.grown_", growths, ".2f"),
+        **least_and_most("cbs.short_", shares.values(), ".2f"),
     }
 
 
 def tabulate(result: Row) -> str:
     """Mean RMS change of the last features by a step, geometric mean over the seeds."""
     rows = result["rows"]
-    widths, lines = sorted(values(rows, "width")), []
+    widths = sorted(values(rows, "width"))
+    lines = []
     for structure, rule in dict.fromkeys((row["structure"], row["rule"]) for row in rows):
-        found = select(rows, structure=structure, rule=rule)
-        changes = [[row["change"] for row in select(found, width=width)] for width in widths]
-        label = structure if structure == "dense" else f"{structure}, {rule}"
-        lines.append([label, *(f"{geometric_mean(each):.3f}" for each in changes)])
+        cells = [structure if structure == "dense" else f"{structure}, {rule}"]
+        for width in widths:
+            seeds = select(rows, structure=structure, rule=rule, width=width)
+            cells.append(f"{geometric_mean(row['change'] for row in seeds):.3f}")
+        lines.append(cells)
     return table(["", *(f"width {width}" for width in widths)], lines)
 
 

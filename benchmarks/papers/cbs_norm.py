@@ -47,9 +47,11 @@ ALTERNATIVES = {"BTT, a quarter of the rate": (0.25, 0.0), "BTT, weight decay 1"
 LRS = {"usual": 2.0**-9, "large": 2.0**-5}
 LABELS = {lr: label for label, lr in LRS.items()}
 SETTING = {"width": 128, "batch": 8, "context": 64, "depth": 2, "rank": 2}
-GROWTH, LOSS = "growth / BTT's", "loss / BTT's"  # of the estimates
+GROWTH = "growth / BTT's"  # of the estimates, as the next one
+LOSS = "loss / BTT's"
 STOPPED = math.log(1 / 2)  # of the growth without: growth below it counts as eliminated
-STEPS, EVERY = {"usual": 500, "large": 150}, 5
+STEPS = {"usual": 500, "large": 150}
+EVERY = 5  # steps between two points of the curve that is kept
 
 
 def train(lr: float, model: str, seed: int, steps: dict[str, int]) -> Row:
@@ -77,29 +79,32 @@ def train(lr: float, model: str, seed: int, steps: dict[str, int]) -> Row:
     hook = net.ln_f.register_forward_pre_hook(record)
     factor, decay = ALTERNATIVES.get(model, (1.0, 0.0))
     groups = structlin.param_groups(net, factor * lr, weight_decay=decay)
-    descent, count = torch.optim.AdamW(groups, betas=(0.9, 0.95)), steps[LABELS[lr]]
-    finite = training.descend(descent, loss, count, schedule="constant")
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    count = steps[LABELS[lr]]
+    is_finite = training.descend(optimizer, loss, count, schedule="constant")
     hook.remove()
     final = training.held_out(net, task.heldout)
-    finite = finite and math.isfinite(final) and all(map(math.isfinite, sizes))
+    if not (is_finite and math.isfinite(final) and all(map(math.isfinite, sizes))):
+        return {"loss": None, "rms": None}
     curve = [[n, size] for n, size in enumerate(sizes) if n % EVERY == 0 or n + 1 == count]
-    return {"loss": final if finite else None, "rms": curve if finite else None}
+    return {"loss": final, "rms": curve}
 
 
 def tabulate(rows: list[Row]) -> list[Row]:
-    """Means over the seeds for each model and rate: RMS at the start, half-way and at the end,
-    growth, loss."""
+    """Means over the seeds for each model and rate: RMS at the start, half-way and at the end, and
+    the loss; the loss alone, None, where a seed diverged."""
     table = []
     for (label, lr), model in product(LRS.items(), (*MODELS, *ALTERNATIVES)):
-        found = select(rows, model=model, lr=lr)
-        if not found:
+        runs = select(rows, model=model, lr=lr)
+        if not runs:
             continue
         row: Row = {"lr": label, "model": model, "loss": None}
-        if all(each["loss"] is not None for each in found):
-            curves = [[size for _, size in each["rms"]] for each in found]
+        if all(run["loss"] is not None for run in runs):
+            curves = [[size for _, size in run["rms"]] for run in runs]
             places = {"start": 0, "half": len(curves[0]) // 2, "end": -1}
-            row |= {name: fmean(curve[n] for curve in curves) for name, n in places.items()}
-            row["loss"] = fmean(each["loss"] for each in found)
+            for name, n in places.items():
+                row[name] = fmean(curve[n] for curve in curves)
+            row["loss"] = fmean(run["loss"] for run in runs)
         table.append(row)
     return table
 
@@ -107,25 +112,25 @@ def tabulate(rows: list[Row]) -> list[Row]:
 def estimates(rows: list[Row]) -> dict[str, dict[str, dict[str, Estimate]]]:
     """rate -> model -> logs of its growth and of its loss over those of BTT without normalisation,
     and of the growth itself; of models that no seed lets diverge."""
-    found: dict[str, dict[str, dict[str, Estimate]]] = {}
+    by_rate: dict[str, dict[str, dict[str, Estimate]]] = {}
     for label, lr in LRS.items():
         at_rate = sorted(select(rows, lr=lr), key=lambda row: row["seed"])
-        plain, found[label] = select(at_rate, model="BTT"), {}
+        plain = select(at_rate, model="BTT")
+        by_rate[label] = {}
         for model in values(at_rate, "model"):
-            mine = select(at_rate, model=model)
-            if model in ("dense", "BTT") or any(row["loss"] is None for row in (*plain, *mine)):
+            runs = select(at_rate, model=model)
+            if model in ("dense", "BTT") or any(run["loss"] is None for run in (*plain, *runs)):
                 continue
-            found[label][model] = {
-                "growth": student([*map(growth, mine)]),
-                GROWTH: differences([*map(growth, mine)], [*map(growth, plain)]),
-                LOSS: student(
-                    [
-                        math.log(row["loss"] / other["loss"])
-                        for row, other in zip(mine, plain, strict=True)
-                    ]
-                ),
+            growths = [*map(growth, runs)]
+            log_ratios = []
+            for run, plain_run in zip(runs, plain, strict=True):
+                log_ratios.append(math.log(run["loss"] / plain_run["loss"]))
+            by_rate[label][model] = {
+                "growth": student(growths),
+                GROWTH: differences(growths, [*map(growth, plain)]),
+                LOSS: student(log_ratios),
             }
-    return found
+    return by_rate
 
 
 def growth(row: Row) -> float:
@@ -133,13 +138,13 @@ def growth(row: Row) -> float:
     return math.log(row["rms"][-1][1] / row["rms"][0][1])
 
 
-def normed(found: Row, key: str) -> list[Estimate]:
+def normed(result: Row, key: str) -> list[Estimate]:
     """What normalisation does, at the usual and at the large rate."""
-    return [by_model["BTT, normalised"][key] for by_model in found["estimates"].values()]
+    return [by_model["BTT, normalised"][key] for by_model in result["estimates"].values()]
 
 
-def others(found: Row) -> dict[str, dict[str, Estimate]]:
-    return {name: found["estimates"]["usual"][name] for name in ALTERNATIVES}
+def alternatives(result: Row) -> dict[str, dict[str, Estimate]]:
+    return {name: result["estimates"]["usual"][name] for name in ALTERNATIVES}
 
 
 def both(estimates: Iterable[Estimate]) -> str:
@@ -151,9 +156,9 @@ CLAIMS = [
         "CBS 7",
         "normalisation stops the growth of activations",
         '"normalization eliminates the unbounded growth of the activations" of a BTT GPT',
-        lambda found: (
-            [below(each, STOPPED) for each in normed(found, GROWTH)],
-            f"they grow by {both(normed(found, 'growth'))}, {both(normed(found, GROWTH))} of the "
+        lambda result: (
+            [below(estimate, STOPPED) for estimate in normed(result, GROWTH)],
+            f"they grow by {both(normed(result, 'growth'))}, {both(normed(result, GROWTH))} of the "
             "factor without (usual rate, large rate); eliminated: below half",
         ),
     ),
@@ -161,9 +166,9 @@ CLAIMS = [
         "CBS 7",
         "normalisation improves validation loss",
         '"weight normalization also improves validation loss"',
-        lambda found: (
-            [*map(below, normed(found, LOSS))],
-            f"{both(normed(found, LOSS))} of the loss without (usual rate, large rate)",
+        lambda result: (
+            [*map(below, normed(result, LOSS))],
+            f"{both(normed(result, LOSS))} of the loss without (usual rate, large rate)",
         ),
     ),
     Claim(
@@ -171,16 +176,17 @@ CLAIMS = [
         "lower rates or more decay only slow the growth, at a cost",
         '"alternatives such as lowering the learning rate and increasing weight decay [...] '
         'only reduce the rate of growth at the cost of worse performance"',
-        lambda found: (
+        lambda result: (
             [
-                *(below(each[GROWTH]) for each in others(found).values()),  # they reduce it,
-                *(above(each[GROWTH], STOPPED) for each in others(found).values()),  # no more,
-                *(above(each[LOSS]) for each in others(found).values()),  # and cost
+                # they reduce it, do not stop it, and cost
+                *(below(estimate[GROWTH]) for estimate in alternatives(result).values()),
+                *(above(estimate[GROWTH], STOPPED) for estimate in alternatives(result).values()),
+                *(above(estimate[LOSS]) for estimate in alternatives(result).values()),
             ],
             "; ".join(
-                f"{name.removeprefix('BTT, ')}: {factor(each[GROWTH])} of the growth, "
-                f"{factor(each[LOSS])} of the loss"
-                for name, each in others(found).items()
+                f"{name.removeprefix('BTT, ')}: {factor(estimate[GROWTH])} of the growth, "
+                f"{factor(estimate[LOSS])} of the loss"
+                for name, estimate in alternatives(result).items()
             )
             + "; below half of the growth it counts as stopped, not as reduced",
         ),
@@ -190,16 +196,17 @@ CLAIMS = [
 
 def numbers(result: Row) -> dict[str, str]:
     losses = {(row["lr"], row["model"]): row["loss"] for row in result["table"]}
-    found = {
+    models = {
         "cbs.norm_usual": ("usual", "normalised"),
         "cbs.norm_large": ("large", "normalised"),
         "cbs.norm_quarter": ("usual", "a quarter of the rate"),
         "cbs.norm_decay": ("usual", "weight decay 1"),
     }
-    return {
-        name: f"{100 * (losses[rate, f'BTT, {model}'] / losses[rate, 'BTT'] - 1):+.0f}"
-        for name, (rate, model) in found.items()
-    }
+    percents = {}
+    for name, (lr, model) in models.items():
+        ratio = losses[lr, f"BTT, {model}"] / losses[lr, "BTT"]
+        percents[name] = f"{100 * (ratio - 1):+.0f}"
+    return percents
 
 
 def show_table(result: Row) -> str:

@@ -122,16 +122,16 @@ def train(
 
 def compare(rows: list[Row]) -> dict[str, Any]:
     """The exponents of one task's structures, and estimates of how pairs of them compare."""
-    seeds, structures = seeds_of(rows), [n for n in WIDTHS if n in values(rows, "structure")]
+    seeds = seeds_of(rows)
+    structures = [name for name in WIDTHS if name in values(rows, "structure")]
 
     def measured(statistic: Any, *names: str) -> Estimate:
-        mine = [select(rows, structure=name) for name in names]
-        return bootstrap(lambda drawn: statistic(*(curve_of(r, drawn) for r in mine)), seeds)
+        runs = [select(rows, structure=name) for name in names]
+        return bootstrap(lambda drawn: statistic(*(curve_of(r, drawn) for r in runs)), seeds)
 
     def pairs(of: Iterable[tuple[str, str]], statistic: Any) -> list[Row]:
-        return [
-            {"pair": pair, **measured(statistic, *pair)} for pair in of if {*pair} <= {*structures}
-        ]
+        present = [pair for pair in of if {*pair} <= {*structures}]
+        return [{"pair": pair, **measured(statistic, *pair)} for pair in present]
 
     return {
         "exponents": {name: measured(exponent, name) for name in structures},
@@ -157,19 +157,19 @@ def over_seeds(
     """A statistic of the structures' curves on one task, with Student's interval over the seeds."""
     rows = select(result["rows"], task=task)
     runs = [select(rows, structure=name) for name in structures]
-    found = []
+    by_seed = []
     for seed in seeds_of(rows):
-        found.append(statistic(*(curve_of(mine, [seed]) for mine in runs)))
-    return student(found)
+        by_seed.append(statistic(*(curve_of(curve_rows, [seed]) for curve_rows in runs)))
+    return student(by_seed)
 
 
-def steeper(first: Curve, second: Curve) -> float:
-    return exponent(first) - exponent(second)
+def steeper(curve: Curve, compared: Curve) -> float:
+    return exponent(curve) - exponent(compared)
 
 
-def ratios(result: Row, first: str, second: str = "dense") -> list[Estimate]:
-    """The logs of the first's loss over the second's at equal FLOPs, on both tasks."""
-    return [over_seeds(result, task, gap, first, second) for task in STEPS]
+def ratios(result: Row, structure: str, compared: str = "dense") -> list[Estimate]:
+    """The logs of a structure's loss over another's at equal FLOPs, on both tasks."""
+    return [over_seeds(result, task, gap, structure, compared) for task in STEPS]
 
 
 def losses(result: Row, *pair: str) -> str:
@@ -177,23 +177,23 @@ def losses(result: Row, *pair: str) -> str:
 
 
 def lower(result: Row, pairs: Iterable[tuple[str, str]], than: float = 1.0) -> list[bool | None]:
-    return [below(found, log(than)) for pair in pairs for found in ratios(result, *pair)]
+    estimates = chain.from_iterable(ratios(result, *pair) for pair in pairs)
+    return [below(estimate, log(than)) for estimate in estimates]
 
 
 def powers(result: Row, structure: str) -> str:
-    found = [over_seeds(result, task, exponent, structure)["value"] for task in STEPS]
-    return " and ".join(f"{value:.3f}" for value in found)
+    exponents = [over_seeds(result, task, exponent, structure)["value"] for task in STEPS]
+    return " and ".join(f"{value:.3f}" for value in exponents)
 
 
 def steeper_than_others(result: Row) -> dict[str, Estimate]:
     """By how much the exponent of BTT of rank 1 exceeds that of each other structure of figure 4,
     on each task."""
-    others = [name for name in FIGURE_4 if name != "BTT r=1"]
-    return {
-        f"{name}, {task}": over_seeds(result, task, steeper, "BTT r=1", name)
-        for task in STEPS
-        for name in others
-    }
+    excesses = {}
+    for task, name in product(STEPS, FIGURE_4):
+        if name != "BTT r=1":
+            excesses[f"{name}, {task}"] = over_seeds(result, task, steeper, "BTT r=1", name)
+    return excesses
 
 
 def flatter(result: Row) -> list[Estimate]:
@@ -202,26 +202,30 @@ def flatter(result: Row) -> list[Estimate]:
     return [over_seeds(result, task, steeper, name, "dense") for name, task in pairs]
 
 
-def per_width(result: Row, first: str, second: str) -> dict[str, Estimate]:
+def per_width(result: Row, structure: str, compared: str) -> dict[str, Estimate]:
     """Task and width -> log of the ratio of the losses, over the seeds."""
-    rows, found = select(result["rows"], lr=LR), {}
+    rows = select(result["rows"], lr=LR)
+    by_width = {}
     for task in values(rows, "task"):
-        ours, theirs = (select(rows, task=task, structure=name) for name in (first, second))
-        for width in sorted({*values(ours, "width")} & {*values(theirs, "width")}):
-            logs = [
-                log(row["loss"] / one(theirs, width=width, seed=row["seed"])["loss"])
-                for row in select(ours, width=width)
-            ]
-            found[f"{task} {width}"] = student(logs)
-    return found
+        runs = select(rows, task=task, structure=structure)
+        compared_runs = select(rows, task=task, structure=compared)
+        shared_widths = {*values(runs, "width")} & {*values(compared_runs, "width")}
+        for width in sorted(shared_widths):
+            logs = []
+            for run in select(runs, width=width):
+                compared_run = one(compared_runs, width=width, seed=run["seed"])
+                logs.append(log(run["loss"] / compared_run["loss"]))
+            by_width[f"{task} {width}"] = student(logs)
+    return by_width
 
 
 def costlier(short: str, words: str, costly: str, cheap: str) -> Claim:
     """Figure 6: the costlier structure against the cheaper at each width they share."""
 
     def test(result: Row) -> tuple[Holds, str]:
-        found = per_width(result, costly, cheap)
-        return [*map(below, found.values())], f"{costly} has {listed(found)} of the loss of {cheap}"
+        ratio_by_width = per_width(result, costly, cheap)
+        holds = [*map(below, ratio_by_width.values())]
+        return holds, f"{costly} has {listed(ratio_by_width)} of the loss of {cheap}"
 
     return Claim("CBS 6", short, words, test)
 
@@ -231,33 +235,33 @@ CLAIMS = [
         "CBS 4",
         "BTT is below dense at equal FLOPs, with the larger exponent",
         "BTT is below dense at equal FLOPs, with the larger exponent",
-        lambda found: (
+        lambda result: (
             [
-                *lower(found, [("BTT r=1", "dense")]),
-                *(above(over_seeds(found, task, steeper, *STEEPER[0])) for task in STEPS),
+                *lower(result, [("BTT r=1", "dense")]),
+                *(above(over_seeds(result, task, steeper, *STEEPER[0])) for task in STEPS),
             ],
-            f"{losses(found, 'BTT r=1')} of dense's loss (teacher, digits); exponents "
-            f"{powers(found, 'BTT r=1')}, dense {powers(found, 'dense')}",
+            f"{losses(result, 'BTT r=1')} of dense's loss (teacher, digits); exponents "
+            f"{powers(result, 'BTT r=1')}, dense {powers(result, 'dense')}",
         ),
     ),
     Claim(
         "CBS 4",
         "BTT has the best scaling of the figure's structures",
         '"BTT achieves the best scaling" of the structures in the figure',
-        lambda found: (
-            [*map(above, steeper_than_others(found).values())],
+        lambda result: (
+            [*map(above, steeper_than_others(result).values())],
             "the exponent of BTT r=1 is larger by "
-            + listed(steeper_than_others(found), lambda each: number(each, 3)),
+            + listed(steeper_than_others(result), lambda estimate: number(estimate, 3)),
         ),
     ),
     Claim(
         "CBS 4",
         "Kronecker and TT are above dense at equal FLOPs",
         "structures that share parameters, Kronecker and TT, are above dense at equal FLOPs",
-        lambda found: (
-            [above(each) for name in SHARED for each in ratios(found, name)],
-            f"Kronecker has {losses(found, 'Kronecker')} of dense's loss, TT r=4 "
-            f"{losses(found, 'TT r=4')}",
+        lambda result: (
+            [*map(above, chain.from_iterable(ratios(result, name) for name in SHARED))],
+            f"Kronecker has {losses(result, 'Kronecker')} of dense's loss, TT r=4 "
+            f"{losses(result, 'TT r=4')}",
         ),
     ),
     Claim(
@@ -265,10 +269,10 @@ CLAIMS = [
         "dense scales better than Kronecker and TT",
         '"structures with FLOPs equal to parameters scale better than those with parameter '
         'sharing (Kronecker and TT)": dense than these',
-        lambda found: (
-            [*map(below, flatter(found))],
+        lambda result: (
+            [*map(below, flatter(result))],
             "their exponents exceed dense's by "
-            + ", ".join(number(each, 3) for each in flatter(found))
+            + ", ".join(number(estimate, 3) for estimate in flatter(result))
             + " (Kronecker and TT r=4, each on teacher and digits)",
         ),
     ),
@@ -276,10 +280,10 @@ CLAIMS = [
         "CBS 5",
         "lower BTT rank, more Monarch blocks: better at equal FLOPs",
         "a lower rank of BTT, more blocks of Monarch, are better at equal FLOPs",
-        lambda found: (
-            lower(found, CHEAPER),
-            f"BTT r=1 has {losses(found, *CHEAPER[0])} of the loss of r=2, Monarch of 16 blocks "
-            f"{losses(found, *CHEAPER[2])} of that of 4",
+        lambda result: (
+            lower(result, CHEAPER),
+            f"BTT r=1 has {losses(result, *CHEAPER[0])} of the loss of r=2, Monarch of 16 blocks "
+            f"{losses(result, *CHEAPER[2])} of that of 4",
         ),
     ),
     costlier(
@@ -298,20 +302,20 @@ CLAIMS = [
         "CBS 11",
         "with three cores too, lower ranks are better",
         '"Lower BTT-ranks have better compute-efficiency for BTT with c=3"',
-        lambda found: (
-            lower(found, CHEAPER_3),
-            f"r=1 has {losses(found, *CHEAPER_3[0])} of the loss of r=2 (teacher, digits), r=2 "
-            f"{losses(found, *CHEAPER_3[1])} of that of r=4",
+        lambda result: (
+            lower(result, CHEAPER_3),
+            f"r=1 has {losses(result, *CHEAPER_3[0])} of the loss of r=2 (teacher, digits), r=2 "
+            f"{losses(result, *CHEAPER_3[1])} of that of r=4",
         ),
     ),
     Claim(
         "CBS 12",
         "more than two cores bring little or nothing",
         '"increasing c beyond 2 leads to no or negligible improvement"',
-        lambda found: (
-            lower(found, MORE_CORES, NEGLIGIBLE),
-            f"two cores have {losses(found, *MORE_CORES[0])} of the loss of three, "
-            f"{losses(found, *MORE_CORES[1])} of that of four; negligible: below {NEGLIGIBLE}",
+        lambda result: (
+            lower(result, MORE_CORES, NEGLIGIBLE),
+            f"two cores have {losses(result, *MORE_CORES[0])} of the loss of three, "
+            f"{losses(result, *MORE_CORES[1])} of that of four; negligible: below {NEGLIGIBLE}",
         ),
     ),
 ]
@@ -324,10 +328,10 @@ def tabulate(result: Row) -> str:
         cells = [structure]
         for task in STEPS:
             cells.append(number(over_seeds(result, task, exponent, structure), 3))
-            is_dense = structure == "dense"
-            cells.append(
-                "1" if is_dense else factor(over_seeds(result, task, gap, structure, "dense"))
-            )
+            if structure == "dense":
+                cells.append("1")
+            else:
+                cells.append(factor(over_seeds(result, task, gap, structure, "dense")))
         lines.append(cells)
     titles = [[f"exponent, {task}", "loss / dense's at equal FLOPs"] for task in STEPS]
     return table(["", *chain.from_iterable(titles)], lines)

@@ -20,7 +20,9 @@ equal FLOPs, where dense has the best of three rates at each width. Both were fi
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial, reduce
+from itertools import chain
 from typing import Any
 
 from benchmarks.harness.experiment import Experiment, Row
@@ -29,6 +31,7 @@ from benchmarks.harness.report import factor, least_and_most, number
 from benchmarks.harness.shown import Claim
 from benchmarks.harness.statistics import (
     Curve,
+    Estimate,
     above,
     below,
     curve_of,
@@ -46,7 +49,7 @@ RULES = ("naive", "aware")
 NAMES = ("BTT r=1", "Kronecker", "Monarch b=4")
 
 
-def kept() -> list[Row]:
+def read_aware() -> list[Row]:
     """The rows of the aware rule, and dense's."""
     rows: list[Row] = read("papers/cbs_scaling")["rows"]
     return rows
@@ -56,46 +59,58 @@ def compare(naive: list[Row], aware: list[Row], dense: list[Row]) -> dict[str, A
     """For one task and structure, over the seeds that all have: "exponents" of the two rules, the
     "share" of the aware one that the naive rule has, and log ratios to dense's loss at equal FLOPs,
     "against_dense"."""
-    widths, seeds = values(naive, "width"), seeds_of(naive)
-    of_rule = {"naive": naive, "aware": [row for row in aware if row["width"] in widths]}
+    widths = values(naive, "width")
+    seeds = seeds_of(naive)
 
     def curves(rows: list[Row]) -> list[Curve]:
         return [curve_of(rows, [seed]) for seed in seeds]
 
-    powers = {rule: [*map(exponent, curves(of_rule[rule]))] for rule in RULES}
+    curves_of_rule = {
+        "naive": curves(naive),
+        "aware": curves([row for row in aware if row["width"] in widths]),
+    }
+    exponents = {}
+    against_dense = {}
+    for rule, rule_curves in curves_of_rule.items():
+        exponents[rule] = [*map(exponent, rule_curves)]
+        against_dense[rule] = student([*map(gap, rule_curves, curves(dense))])
+    pairs = zip(exponents["naive"], exponents["aware"], strict=True)
     return {
-        "exponents": {rule: student(powers[rule]) for rule in RULES},
-        "share": student([n / a for n, a in zip(powers["naive"], powers["aware"], strict=True)]),
-        "against_dense": {
-            rule: student([*map(gap, curves(of_rule[rule]), curves(dense))]) for rule in RULES
-        },
+        "exponents": {rule: student(exponents[rule]) for rule in RULES},
+        "share": student([naive_power / aware_power for naive_power, aware_power in pairs]),
+        "against_dense": against_dense,
     }
 
 
 def analyse(rows: list[Row]) -> Row:
-    found: dict[str, dict[str, Any]] = {}
+    comparisons: dict[str, dict[str, Any]] = {}
     for task in sorted(values(rows, "task")):
-        aware = select(kept(), task=task)
-        found[task] = {
-            name: compare(
-                select(rows, task=task, structure=name),
-                select(aware, structure=name),
-                select(aware, structure="dense"),
-            )
-            for name in values(rows, "structure")
-        }
-    return {"comparisons": found}
+        aware = select(read_aware(), task=task)
+        dense = select(aware, structure="dense")
+        comparisons[task] = {}
+        for name in values(rows, "structure"):
+            naive_runs = select(rows, task=task, structure=name)
+            aware_runs = select(aware, structure=name)
+            comparisons[task][name] = compare(naive_runs, aware_runs, dense)
+    return {"comparisons": comparisons}
 
 
 def both(result: Row, structure: str, *keys: str) -> list[Any]:
     """What `keys` name of a structure, on both tasks."""
-    found = [by_structure[structure] for by_structure in result["comparisons"].values()]
-    return [reduce(dict.__getitem__, keys, each) for each in found]
+    measured = []
+    for by_structure in result["comparisons"].values():
+        measured.append(reduce(dict.__getitem__, keys, by_structure[structure]))
+    return measured
+
+
+def shares(result: Row, structures: Sequence[str]) -> list[Estimate]:
+    """The naive rule's share of the exponent, of each structure on both tasks."""
+    return [*chain.from_iterable(both(result, name, "share") for name in structures)]
 
 
 def words(result: Row, structure: str, *keys: str) -> str:
     show = number if keys == ("share",) else factor
-    return " and ".join(show(each) for each in both(result, structure, *keys))
+    return " and ".join(map(show, both(result, structure, *keys)))
 
 
 CLAIMS = [
@@ -104,46 +119,46 @@ CLAIMS = [
         "structured models quickly saturate without the rule",
         '"structured models quickly saturate as they are scaled up without structure-aware '
         'learning rates" (nothing tuned but dense)',
-        lambda found: (
-            [below(each, 1 / 2) for name in NAMES[:2] for each in both(found, name, "share")],
+        lambda result: (
+            [below(share, 1 / 2) for share in shares(result, NAMES[:2])],
             "the naive rule's exponent is "
-            + ", ".join(f"{words(found, n, 'share')} of the aware rule's ({n})" for n in NAMES[:2])
-            + f"; {' and '.join(found['comparisons'])}, widths to 576; saturated: below half",
+            + ", ".join(f"{words(result, n, 'share')} of the aware rule's ({n})" for n in NAMES[:2])
+            + f"; {' and '.join(result['comparisons'])}, widths to 576; saturated: below half",
         ),
     ),
     Claim(
         "CBS 1c",
         "Monarch is an exception",
         '"Monarch is an exception" (4 blocks)',
-        lambda found: (
-            [above(each, 1 / 2) for each in both(found, "Monarch b=4", "share")],
-            f"there the share is {words(found, 'Monarch b=4', 'share')}",
+        lambda result: (
+            [above(share, 1 / 2) for share in shares(result, ["Monarch b=4"])],
+            f"there the share is {words(result, 'Monarch b=4', 'share')}",
         ),
     ),
     Claim(
         "CBS 1c",
         "without the rule the benefit does not emerge",
         'without the rule "the benefit of structured layers does not emerge"',
-        lambda found: (
+        lambda result: (
             [
-                *map(below, both(found, "BTT r=1", "against_dense", "aware")),
-                *map(above, both(found, "BTT r=1", "against_dense", "naive")),
+                *map(below, both(result, "BTT r=1", "against_dense", "aware")),
+                *map(above, both(result, "BTT r=1", "against_dense", "naive")),
             ],
-            f"at equal FLOPs BTT r=1 has {words(found, 'BTT r=1', 'against_dense', 'naive')} of "
-            f"dense's loss without, {words(found, 'BTT r=1', 'against_dense', 'aware')} with it",
+            f"at equal FLOPs BTT r=1 has {words(result, 'BTT r=1', 'against_dense', 'naive')} of "
+            f"dense's loss without, {words(result, 'BTT r=1', 'against_dense', 'aware')} with it",
         ),
     ),
 ]
 
 
 def numbers(result: Row) -> dict[str, str]:
-    shares = [each["value"] for name in NAMES for each in both(result, name, "share")]
-    found = {rule: both(result, "BTT r=1", "against_dense", rule) for rule in RULES}
-    losses = {
-        f"cbs.untuned_{rule}": " and ".join(f"{math.exp(each['value']):.2f}" for each in of)
-        for rule, of in found.items()
-    }
-    return losses | least_and_most("cbs.untuned_", shares, ".2f")
+    losses = {}
+    for rule in RULES:
+        gaps = both(result, "BTT r=1", "against_dense", rule)
+        ratios = [f"{math.exp(gap['value']):.2f}" for gap in gaps]
+        losses[f"cbs.untuned_{rule}"] = " and ".join(ratios)
+    naive_shares = [share["value"] for share in shares(result, NAMES)]
+    return losses | least_and_most("cbs.untuned_", naive_shares, ".2f")
 
 
 EXPERIMENT = Experiment(

@@ -45,7 +45,7 @@ BATCH = 128
 
 
 def mlp(method: str, width: int) -> nn.Sequential:
-    """64 -> width -> width -> 10, started as `method` asks for."""
+    """64 -> width -> width -> 10, started as `method` asks for; "Adam, SP" leaves torch's start."""
     model = models.mlp(Digits.inputs, width, width, Digits.outputs, bias=False)
     for linear in model[::2]:
         if method == "Adam, muP":
@@ -58,7 +58,7 @@ def mlp(method: str, width: int) -> nn.Sequential:
 
 def optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     if method == "dualized":
-        return structlin.optim.Muon(model, lr, momentum=0, method=QUINTIC, dualize="all")
+        return structlin.optim.Muon(model, lr, momentum=0, method=QUINTIC, matrices="all")
     weights = list(model.parameters())
     if method == "Adam, SP":
         return torch.optim.Adam(weights, lr)
@@ -67,52 +67,50 @@ def optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer
 
 def train(method: str, size: int, lr: float, seed: int, steps: int) -> Row:
     torch.manual_seed(seed)
-    task, model = Digits(seed), mlp(method, size)
+    task = Digits(seed)
+    model = mlp(method, size)
     descent = optimizer(method, model, lr)
-    return {"loss": training.train(model, descent, task, steps, batch=BATCH, schedule="constant")}
+    loss = training.train(model, descent, task, steps, batch=BATCH, schedule="constant")
+    return {"loss": loss}
 
 
 def by_seed(rows: list[Row]) -> dict[str, dict[str, Any]]:
     """method -> how its best rate moves, over the seeds: "drift", its slope on log2 width, and
     "losses", width -> the logs of the least losses, seed by seed."""
-    found = [transfer(select(rows, seed=seed)) for seed in seeds_of(rows)]
-    return {
-        method: {
-            "drift": [each[method]["drift"] for each in found],
-            "losses": {
-                width: [math.log(each[method]["losses"][width]) for each in found]
-                for width in found[0][method]["losses"]
-            },
-        }
-        for method in STARTS
-    }
+    transfers = [transfer(select(rows, seed=seed)) for seed in seeds_of(rows)]
+    methods: dict[str, dict[str, Any]] = {}
+    for method in STARTS:
+        log_losses = {}
+        for width in transfers[0][method]["losses"]:
+            log_losses[width] = [math.log(moves[method]["losses"][width]) for moves in transfers]
+        drifts = [moves[method]["drift"] for moves in transfers]
+        methods[method] = {"drift": drifts, "losses": log_losses}
+    return methods
 
 
 def estimates(rows: list[Row]) -> dict[str, Any]:
     """Drifts, by how much those of muP and dualized exceed half of SP's (both without their signs),
     and by width the log of the dualized loss over the better Adam's; with their intervals."""
-    found = by_seed(rows)
-    drifts = {method: found[method]["drift"] for method in STARTS}
+    methods = by_seed(rows)
+    drifts = {method: methods[method]["drift"] for method in STARTS}
     half = [abs(drift) / 2 for drift in drifts["Adam, SP"]]
-    least = {
-        width: [*map(min, sp, found["Adam, muP"]["losses"][width])]
-        for width, sp in found["Adam, SP"]["losses"].items()
-    }
+    excesses = {}
+    for method in ("Adam, muP", "dualized"):
+        excesses[method] = differences([*map(abs, drifts[method])], half)
+    shares = {}
+    for width, losses in methods["dualized"]["losses"].items():
+        sp_losses = methods["Adam, SP"]["losses"][width]
+        mup_losses = methods["Adam, muP"]["losses"][width]
+        shares[str(width)] = differences(losses, [*map(min, sp_losses, mup_losses)])
     return {
         "drift": {method: student(drift) for method, drift in drifts.items()},
-        "excess": {
-            method: differences([*map(abs, drifts[method])], half)
-            for method in ("Adam, muP", "dualized")
-        },
-        SHARE: {
-            str(width): differences(losses, least[width])
-            for width, losses in found["dualized"]["losses"].items()
-        },
+        "excess": excesses,
+        SHARE: shares,
     }
 
 
-def drift(found: Row, method: str) -> str:
-    return number(found["estimates"]["drift"][method])
+def drift(result: Row, method: str) -> str:
+    return number(result["estimates"]["drift"][method])
 
 
 CLAIMS = [
@@ -120,38 +118,38 @@ CLAIMS = [
         "MD 1",
         "Adam's best rate drifts to the left with width",
         '"in standard parameterization (SP), Adam\'s optimal learning rate drifts to the left"',
-        lambda found: (
-            [below(found["estimates"]["drift"]["Adam, SP"])],
-            f"by {drift(found, 'Adam, SP')} factors of 2 for a doubling of the width, 32 to 256; "
-            f"{found['setting']['steps']} steps of the digits at a constant rate",
+        lambda result: (
+            [below(result["estimates"]["drift"]["Adam, SP"])],
+            f"by {drift(result, 'Adam, SP')} factors of 2 for a doubling of the width, 32 to 256; "
+            f"{result['setting']['steps']} steps of the digits at a constant rate",
         ),
     ),
     Claim(
         "MD 1",
         "muP mostly corrects this drift",
         '"maximal update parameterization [...] mostly corrects this drift"',
-        lambda found: (
-            [below(found["estimates"]["excess"]["Adam, muP"])],
-            f"{drift(found, 'Adam, muP')}; mostly: to less than half",
+        lambda result: (
+            [below(result["estimates"]["excess"]["Adam, muP"])],
+            f"{drift(result, 'Adam, muP')}; mostly: to less than half",
         ),
     ),
     Claim(
         "MD 1",
         "duality has a fairly stable best rate",
         '"our duality-based method has a fairly stable optimal learning rate"',
-        lambda found: (
-            [below(found["estimates"]["excess"]["dualized"])],
-            f"{drift(found, 'dualized')}; fairly stable: less than half of SP's drift",
+        lambda result: (
+            [below(result["estimates"]["excess"]["dualized"])],
+            f"{drift(result, 'dualized')}; fairly stable: less than half of SP's drift",
         ),
     ),
     Claim(
         "MD 1",
         "duality reaches much lower loss",
         'it "also reaches much lower loss"',
-        lambda found: (
-            [below(each, math.log(MUCH)) for each in found["estimates"][SHARE].values()],
-            f"{listed(found['estimates'][SHARE])} of the better Adam's loss, by width; much: below "
-            f"{MUCH}",
+        lambda result: (
+            [below(share, math.log(MUCH)) for share in result["estimates"][SHARE].values()],
+            f"{listed(result['estimates'][SHARE])} of the better Adam's loss, by width; "
+            f"much: below {MUCH}",
         ),
     ),
 ]
@@ -159,17 +157,18 @@ CLAIMS = [
 
 def numbers(result: Row) -> dict[str, str]:
     shares = result["estimates"][SHARE].values()
-    return least_and_most("md.", [math.exp(found["value"]) for found in shares], ".2f")
+    return least_and_most("md.", [math.exp(share["value"]) for share in shares], ".2f")
 
 
 def tabulate(result: Row) -> str:
     """The best rate by width, and the loss at it."""
-    found, lines = result["transfer"], []
+    lines = []
     for method in STARTS:
-        row = found[method]
+        row = result["transfer"][method]
         cells = [f"{best:+.1f}; {row['losses'][n]:.3f}" for n, best in row["optima"].items()]
         lines.append([method.replace("SP", "standard"), *cells, f"{row['drift']:+.2f}"])
-    titles = ["log2 of the best rate; least loss", *found["dualized"]["optima"], "per doubling"]
+    widths = result["transfer"]["dualized"]["optima"]
+    titles = ["log2 of the best rate; least loss", *widths, "per doubling"]
     return table(titles, lines)
 
 

@@ -72,7 +72,8 @@ STARTS = {  # log2 of the rates from which the search goes, at the smallest size
 SAMPLES = {"ResMLP": 64, "ResNet": 32, "GPT": 8}  # of a batch
 METHODS = ("normed Adam", "Adam", "normed SGD", "SGD")
 MATCHES = 1.05  # a loss over another that is not above it
-CONTEXT, HEADS = 32, 4
+CONTEXT = 32
+HEADS = 4
 EVALUATED = {"ResMLP": 4096, "ResNet": 1024, "GPT": 64}  # samples of a loss
 
 
@@ -91,13 +92,13 @@ def build(network: str, *, width: int, blocks: int) -> modular.Module:
     return networks.GPT(text()[1], **size)
 
 
-def task(network: str, seed: int, part: str) -> Task:
-    """The "train" or the "test" part: moved and noisy digits, so that a loss does not come to
+def task(network: str, seed: int, split: str) -> Task:
+    """The "train" or the "test" split: moved and noisy digits, so that a loss does not come to
     nothing, of three quarters of the images or of the others; windows of the first nine tenths of
     the text or of the last."""
     if network == "GPT":
-        return Text(seed, part, context=CONTEXT)
-    return (Digits if network == "ResMLP" else Images)(seed, part)
+        return Text(seed, split, context=CONTEXT)
+    return (Digits if network == "ResMLP" else Images)(seed, split)
 
 
 def optimizer(net: modular.Module, method: str, lr: float) -> torch.optim.Optimizer:
@@ -144,8 +145,8 @@ def scale_of(layer: nn.Linear | nn.Embedding | nn.Conv2d) -> float:
 
 
 @torch.no_grad()
-def final_loss(net: modular.Module, network: str, seed: int, part: str) -> float | None:
-    data = task(network, 1000 + seed, part)
+def final_loss(net: modular.Module, network: str, seed: int, split: str) -> float | None:
+    data = task(network, 1000 + seed, split)
     x, y = data.batch(EVALUATED[network])
     return training.finite(data.loss(net(x), y).item())
 
@@ -153,14 +154,15 @@ def final_loss(net: modular.Module, network: str, seed: int, part: str) -> float
 def transfers(rows: list[Row], *by: str) -> Row:
     """For each value of `by` how each method's best rate moves: that of the means, and "estimates"
     over the seeds."""
-    found = {}
+    by_group = {}
     for group in dict.fromkeys(tuple(row[name] for name in by) for row in rows):
-        mine = select(rows, **dict(zip(by, group, strict=True)))
-        found[", ".join(group)] = transfer(mine)
-        for method, of in found[", ".join(group)].items():
-            moved = moved_by_seed(select(mine, method=method))
-            of["estimates"] = {"moved": student(moved)}
-    return found
+        group_rows = select(rows, **dict(zip(by, group, strict=True)))
+        transfers_of_methods = transfer(group_rows)
+        for method, method_transfer in transfers_of_methods.items():
+            moves = moved_by_seed(select(group_rows, method=method))
+            method_transfer["estimates"] = {"moved": student(moves)}
+        by_group[", ".join(group)] = transfers_of_methods
+    return by_group
 
 
 def train(network: str, axis: str, method: str, size: int, lr: float, seed: int, steps: int) -> Row:
@@ -176,57 +178,49 @@ def train(network: str, axis: str, method: str, size: int, lr: float, seed: int,
     descent = optimizer(net, method, lr)
     if not training.descend(descent, loss, steps, schedule="linear"):
         return {"loss": None, "test": None}
-    ends = {"loss": "train", "test": "test"}
-    return {name: final_loss(net, network, seed, part) for name, part in ends.items()}
+    return {
+        "loss": final_loss(net, network, seed, "train"),
+        "test": final_loss(net, network, seed, "test"),
+    }
 
 
-def better(rows: list[Row], axis: str, first: tuple[str, str], second: tuple[str, str]) -> Estimate:
-    """By how many factors of 2 more the optimum of the second (network, method) moves than that of
-    the first, both without their signs."""
-    ours, theirs = (
-        moved_by_seed(select(rows, axis=axis, network=network, method=method))
-        for network, method in (first, second)
-    )
-    return differences([*map(abs, theirs)], [*map(abs, ours)])
+def extra_move(rows: list[Row], axis: str, network: str, kind: str) -> Estimate:
+    """By how many factors of 2 more the optimum of the plain method moves than that of the normed
+    one, both without their signs."""
+    group = select(rows, axis=axis, network=network)
+    plain = moved_by_seed(select(group, method=kind))
+    normed = moved_by_seed(select(group, method=f"normed {kind}"))
+    return differences([*map(abs, plain)], [*map(abs, normed)])
 
 
-def losses(rows: list[Row], first: tuple[str, str], second: tuple[str, str]) -> list[Row]:
-    """For each size and set the log of the first (network, method)'s loss over the second's, each
-    at its best rate."""
-    found = []
-    sizes = dict.fromkeys((row["axis"], row["size"]) for row in select(rows, network=first[0]))
-    for (axis, size), part in product(sizes, ("loss", "test")):
-        ours, theirs = (
-            tuned(select(rows, axis=axis, size=size, network=network, method=method), part)
-            for network, method in (first, second)
-        )
-        where = {"axis": axis, "size": size, "set": "train" if part == "loss" else part}
-        found.append({"pair": [first, second], **where, **student(log_ratios(ours, theirs))})
-    return found
+def losses(rows: list[Row], network: str, kind: str) -> list[Row]:
+    """For each size and set the log of the normed loss over the plain one, each at its best
+    rate."""
+    pair = [(network, f"normed {kind}"), (network, kind)]
+    estimates = []
+    sizes = dict.fromkeys((row["axis"], row["size"]) for row in select(rows, network=network))
+    for (axis, size), loss in product(sizes, ("loss", "test")):
+        at_size = select(rows, axis=axis, size=size, network=network)
+        normed = tuned(select(at_size, method=f"normed {kind}"), loss)
+        plain = tuned(select(at_size, method=kind), loss)
+        split = "train" if loss == "loss" else "test"
+        where = {"pair": pair, "axis": axis, "size": size, "set": split}
+        estimates.append({**where, **student(log_ratios(normed, plain))})
+    return estimates
 
 
 def comparisons(rows: list[Row]) -> dict[str, Any]:
     """Network -> optimizer -> axis -> by how much more the plain one's rate moves than the normed
     one's; the losses of normed over plain at every size."""
-    networks, axes, kinds = values(rows, "network"), values(rows, "axis"), ("Adam", "SGD")
-
-    def pair(network: str, kind: str) -> tuple[tuple[str, str], tuple[str, str]]:
-        return (network, f"normed {kind}"), (network, kind)
-
-    return {
-        "transfer": {
-            name: {
-                kind: {axis: better(rows, axis, *pair(name, kind)) for axis in axes}
-                for kind in kinds
-            }
-            for name in networks
-        },
-        "losses": [
-            row
-            for name, kind in product(networks, kinds)
-            for row in losses(rows, *pair(name, kind))
-        ],
-    }
+    axes = values(rows, "axis")
+    moves: dict[str, dict[str, dict[str, Estimate]]] = {}
+    loss_ratios = []
+    for network in values(rows, "network"):
+        moves[network] = {}
+        for kind in ("Adam", "SGD"):
+            moves[network][kind] = {axis: extra_move(rows, axis, network, kind) for axis in axes}
+            loss_ratios += losses(rows, network, kind)
+    return {"transfer": moves, "losses": loss_ratios}
 
 
 # ---- what the pages show -------------------------------------------------------------------------
@@ -234,22 +228,29 @@ def comparisons(rows: list[Row]) -> dict[str, Any]:
 
 def moved(result: Row, network: str) -> dict[str, list[Estimate]]:
     """Method -> by how much its best rate moves over width, and over depth."""
-    found = [result["transfer"][f"{network}, {axis}"] for axis in ("width", "blocks")]
-    return {
-        method: [by_method[method]["estimates"]["moved"] for by_method in found]
-        for method in ("normed Adam", "normed SGD", "Adam", "SGD")
-    }
+    over_width = result["transfer"][f"{network}, width"]
+    over_depth = result["transfer"][f"{network}, blocks"]
+    moves = {}
+    for method in ("normed Adam", "normed SGD", "Adam", "SGD"):
+        moves[method] = [over[method]["estimates"]["moved"] for over in (over_width, over_depth)]
+    return moves
 
 
 def transferred(network: str, figure: str) -> Claim:
     def test(result: Row) -> tuple[Holds, str]:
-        found, sizes = moved(result, network), SIZES[network]
-        normed = [*found["normed Adam"], *found["normed SGD"]]
-        where = [f"{axis} {ends[0]} to {ends[-1]}" for axis, ends in sizes.items()]
-        listed = [f"{name} {' and '.join(map(number, each))}" for name, each in found.items()]
-        return [within(each, 1.0) for each in normed], (
-            f"over {where[0]}, and {where[1]}, the best rate moves by these factors of 2: "
-            f"{'; '.join(listed)} ({result['setting']['steps']} steps); successful: less than one"
+        moves = moved(result, network)
+        holds = []
+        for estimate in (*moves["normed Adam"], *moves["normed SGD"]):
+            holds.append(within(estimate, 1.0))
+        ranges = []
+        for axis, sizes in SIZES[network].items():
+            ranges.append(f"{axis} {sizes[0]} to {sizes[-1]}")
+        factors = []
+        for method, estimates in moves.items():
+            factors.append(f"{method} {' and '.join(map(number, estimates))}")
+        return holds, (
+            f"over {', and '.join(ranges)}, the best rate moves by these factors of 2: "
+            f"{'; '.join(factors)} ({result['setting']['steps']} steps); successful: less than one"
         )
 
     return Claim(
@@ -261,10 +262,10 @@ def transferred(network: str, figure: str) -> Claim:
     )
 
 
-def more(result: Row, method: str) -> dict[str, Estimate]:
+def extra_moves(result: Row, method: str) -> dict[str, Estimate]:
     """Network -> by how much more the plain method's rate moves over width."""
-    found = result["comparisons"]["transfer"]
-    return {network: by_method[method]["width"] for network, by_method in found.items()}
+    moves = result["comparisons"]["transfer"]
+    return {network: by_method[method]["width"] for network, by_method in moves.items()}
 
 
 def over_sizes(name: str, short: str, words: str, limit: float) -> Claim:
@@ -286,16 +287,19 @@ def over_sizes(name: str, short: str, words: str, limit: float) -> Claim:
 
 
 CLAIMS = [
-    *(transferred(*each) for each in (("GPT", "MN 1"), ("ResMLP", "MN 4"), ("ResNet", "MN 4"))),
+    transferred("GPT", "MN 1"),
+    transferred("ResMLP", "MN 4"),
+    transferred("ResNet", "MN 4"),
     Claim(
         "MN D.5",
         "normed Adam transfers better across width than Adam",
         'normed Adam exhibits "significantly better transfer across width" than Adam',
-        lambda found: (
-            [*map(above, more(found, "Adam").values())],
+        lambda result: (
+            [*map(above, extra_moves(result, "Adam").values())],
             "Adam's best rate moves by this many factors of 2 more: "
-            f"{listed(more(found, 'Adam'), number)}; SGD's, of which the paper says nothing, than "
-            f"normed SGD's: {listed(more(found, 'SGD'), number)}",
+            f"{listed(extra_moves(result, 'Adam'), number)}; "
+            "SGD's, of which the paper says nothing, than "
+            f"normed SGD's: {listed(extra_moves(result, 'SGD'), number)}",
         ),
     ),
     over_sizes(
@@ -315,19 +319,25 @@ CLAIMS = [
 
 def numbers(result: Row) -> dict[str, str]:
     """By which factor plain Adam's best rate falls over width."""
-    names = {"mn.mlp": "ResMLP", "mn.conv": "ResNet", "mn.gpt": "GPT"}
-    return {key: f"{2 ** -moved(result, n)['Adam'][0]['value']:.1f}" for key, n in names.items()}
+    factors = {}
+    for name, network in (("mn.mlp", "ResMLP"), ("mn.conv", "ResNet"), ("mn.gpt", "GPT")):
+        over_width, _ = moved(result, network)["Adam"]
+        factors[name] = f"{2 ** -over_width['value']:.1f}"
+    return factors
 
 
 def tabulate(result: Row) -> str:
-    """The best rates, and what keeping the smallest size's costs."""
+    """log2 of the best rate at each size. In brackets: the loss of the largest size at the smallest
+    one's best rate, over its loss at its own."""
     lines = []
-    for setup, found in result["transfer"].items():
-        cells = [f"{setup} {', '.join(found['Adam']['optima'])}"]
+    for setup, by_method in result["transfer"].items():
+        sizes = ", ".join(by_method["Adam"]["optima"])
+        cells = [f"{setup} {sizes}"]
         for method in METHODS:
-            optima = " ".join(f"{value:+.1f}" for value in found[method]["optima"].values())
-            cost = found[method]["cost"]
-            cells.append(f"{optima} (diverges)" if cost is None else f"{optima} ({cost:.2f}x)")
+            optima = " ".join(f"{rate:+.1f}" for rate in by_method[method]["optima"].values())
+            cost = by_method[method]["cost"]
+            words = "diverges" if cost is None else f"{cost:.2f}x"
+            cells.append(f"{optima} ({words})")
         lines.append(cells)
     return table(["", *METHODS], lines)
 

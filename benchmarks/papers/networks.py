@@ -56,7 +56,9 @@ def residual(module: Module, depth: int) -> Module:
     >>> residual(Linear(4, 4), depth=8).sensitivity
     1.0
     """
-    return module if depth == 1 else (1 - 1 / depth) * Identity() + 1 / depth * module
+    if depth == 1:
+        return module
+    return (1 - 1 / depth) * Identity() + 1 / depth * module
 
 
 def ResMLP(  # noqa: N802
@@ -158,11 +160,10 @@ def GPT(  # noqa: N802
     """
     if width % heads and None in (d_query, d_value):
         raise ValueError(f"heads={heads} does not divide width={width}: give d_query and d_value")
-    d_query, d_value = d_query or width // heads, d_value or width // heads
-    tokens, positions = Embed(vocabulary, width), Embed(context, width) @ Enumerate()
-    attention = (
-        Attention(width, heads=heads, d_query=d_query, d_value=d_value, causal=True) @ LayerNorm()
-    )
+    head_widths = {"d_query": d_query or width // heads, "d_value": d_value or width // heads}
+    tokens = Embed(vocabulary, width)
+    positions = Embed(context, width) @ Enumerate()
+    attention = Attention(width, heads=heads, causal=True, **head_widths) @ LayerNorm()
     mlp = Linear(4 * width, width) @ (2**0.5 * GELU()) @ Linear(width, 4 * width) @ LayerNorm()
     block = Composite(attn=residual(attention, 2 * blocks), mlp=residual(mlp, 2 * blocks))
     return Composite(

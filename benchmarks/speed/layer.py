@@ -50,52 +50,66 @@ def jobs(device: str, smoke: bool = False) -> list[Job]:
         wide = Job(SMOKE, 4 * SMOKE, 16, "bfloat16", False)
         return [tiny, wide, Job(SMOKE, SMOKE, 4, "float16", False, brief=True)]
     if device == "cuda":
-        tokens, main, other = 16384, "bfloat16", "float32"
-        widths, ffn, decode = (4096, 1024, 2048, 768, 8192), (4096, 1024), (4096,)
+        tokens = 16384
+        dtype = "bfloat16"
+        second_dtype = "float32"
+        widths = (4096, 1024, 2048, 768, 8192)
+        ffn_widths = (4096, 1024)
+        decoding_widths = (4096,)
     else:
-        tokens, main, other = 4096, "float32", "bfloat16"
-        widths, ffn, decode = (1024, 2048, 512), (1024,), (1024,)
-    square = [Job(d, d, tokens, main, True) for d in widths]
-    decoding = [Job(d, d, 16, dtype, False) for dtype in (main, other) for d in decode]
-    up_down = [Job(*shape, tokens, main, True) for d in ffn for shape in ((d, 4 * d), (4 * d, d))]
-    second = [replace(job, dtype=other) for job in square]
-    few = [
-        Job(d, d, count, dtype, False, brief=True)
-        for dtype, d, count in product(TOLERANCE, FEW_AT, FEW)
-        if Job(d, d, count, dtype, False) not in decoding
-    ]
+        tokens = 4096
+        dtype = "float32"
+        second_dtype = "bfloat16"
+        widths = (1024, 2048, 512)
+        ffn_widths = (1024,)
+        decoding_widths = (1024,)
+    square = [Job(d, d, tokens, dtype, True) for d in widths]
+    decoding = []
+    for decoding_dtype, d in product((dtype, second_dtype), decoding_widths):
+        decoding.append(Job(d, d, 16, decoding_dtype, False))
+    up_down = []
+    for d in ffn_widths:
+        up_down.append(Job(d, 4 * d, tokens, dtype, True))
+        up_down.append(Job(4 * d, d, tokens, dtype, True))
+    second = [replace(job, dtype=second_dtype) for job in square]
+    few = []
+    for few_dtype, d, count in product(TOLERANCE, FEW_AT, FEW):
+        job = Job(d, d, count, few_dtype, False)
+        if job not in decoding:
+            few.append(replace(job, brief=True))
     training = [*square[:2], *decoding, *second[:2], *few, *up_down, *square[2:], *second[2:]]
     inference = [replace(job, backward=False) for job in training if job.backward]
-    return [*training, *inference, *(replace(job, dtype=other) for job in up_down)]
+    return [*training, *inference, *(replace(job, dtype=second_dtype) for job in up_down)]
 
 
 # ---- measuring -----------------------------------------------------------------------------------
 
 
-def race_layers(job: Job, found: Sequence[Variant], heat: Heat) -> Times[Variant]:
+def race_layers(job: Job, layers: Sequence[Variant], heat: Heat) -> Times[Variant]:
     """The race of a job's layers; the first is nn.Linear."""
-    few = heat.device == "cpu" and job.tokens < ORACLE_TOKENS
+    is_short = heat.device == "cpu" and job.tokens < ORACLE_TOKENS
     return race(
-        {variant: variant.work for variant in found},
+        {variant: variant.work for variant in layers},
         heat,
-        last=replace(found[0], name="dense, last"),
-        errors={variant: variant.error for variant in found},
+        last=replace(layers[0], name="dense, last"),
+        errors={variant: variant.error for variant in layers},
         tolerance=TOLERANCE[job.dtype],
-        least=SAMPLE_SECONDS if few else 0.0,
+        least=SAMPLE_SECONDS if is_short else 0.0,
     )
 
 
 def measure(job: Job, heat: Heat) -> list[Row]:
     """A row for each of the job's variants; only brief jobs have no bounds, nor nn.Linear of equal
     FLOPs."""
-    found = variants(job, heat.device, heat.end)
-    times = race_layers(job, found, heat)
+    times = race_layers(job, variants(job, heat.device, heat.end), heat)
     works = {variant: variant.work for variant in times.seconds}
     waits = user_waits(works, heat.device) if heat.device == "cuda" else {}
     rows = []
     for variant in times.seconds:
         row = asdict(job) | layer_row(variant, times, heat, job) | compared(variant, times, job)
-        rows.append(row | ({"wall_ms": waits[variant]} if waits else {}))
+        if waits:
+            row["wall_ms"] = waits[variant]
+        rows.append(row)
     return rows
 
 
@@ -115,7 +129,8 @@ def layer_row(variant: Variant, times: Times[Variant], heat: Heat, job: Job) -> 
         "saved_bytes": timing.saved_bytes(forward, variant.parameters) if job.backward else None,
     }
     if heat.ceilings is not None:
-        size, seconds = variant.x.element_size(), median(times.seconds[variant])
+        size = variant.x.element_size()
+        seconds = median(times.seconds[variant])
         bound = partial(heat.ceilings.bound, structure, job.tokens, size, backward=job.backward)
         row |= {"bound_share": bound() / seconds, "fused_share": bound(fused=True) / seconds}
     return row
@@ -124,15 +139,17 @@ def layer_row(variant: Variant, times: Times[Variant], heat: Heat, job: Job) -> 
 def compared(variant: Variant, times: Times[Variant], job: Job) -> Row:
     """The speed of a layer of the job's width against nn.Linear of equal width, and of equal FLOPs
     unless the job is brief; what an option costs."""
-    samples, widths = times.seconds[variant], (job.d_in, job.d_out)
+    samples = times.seconds[variant]
+    widths = (job.d_in, job.d_out)
     row: Row = {}
     if variant.widths == widths:
         twin = "nn.Linear + bias" if variant.option == "bias" else "nn.Linear"
         row["x_dense"] = ratio(samples_of(times, "dense", twin, widths), samples)
         if not job.brief:
-            flops, equal = variant.structure.flops, equal_flops_widths(variant.structure)
-            dense = samples_of(times, "dense", "nn.Linear", equal)
-            scaled = [flops / (2 * prod(equal)) * sample for sample in dense]
+            equal_widths = equal_flops_widths(variant.structure)
+            scale = variant.structure.flops / (2 * prod(equal_widths))  # to the same FLOPs
+            dense = samples_of(times, "dense", "nn.Linear", equal_widths)
+            scaled = [scale * sample for sample in dense]
             row["x_equal_flops"] = ratio(scaled, samples)
     if variant.option:
         plain = samples_of(times, variant.name, variant.implementation, widths)
@@ -144,9 +161,10 @@ def samples_of(
     times: Times[Variant], name: str, title: str, widths: tuple[int, int]
 ) -> list[float]:
     """The samples of a variant; of the reference the means of both in a round."""
-    first, wanted = next(iter(times.seconds)), (name, title, widths)
-    (found,) = (v for v in times.seconds if (v.name, v.title, v.widths) == wanted)
-    return times.reference if found is first else times.seconds[found]
+    reference = next(iter(times.seconds))
+    wanted = (name, title, widths)
+    (variant,) = (v for v in times.seconds if (v.name, v.title, v.widths) == wanted)
+    return times.reference if variant is reference else times.seconds[variant]
 
 
 def user_waits(works: Mapping[Key, Work], device: str) -> dict[Key, dict[str, float]]:
@@ -163,29 +181,32 @@ def show(rows: Sequence[Row]) -> Table | None:
     """A table of one job: `auto` in full, the other implementations as speeds."""
     if rows[0]["brief"]:
         return None
-    first, last = rows[0]["ms"]["median"], rows[-1]["ms"]["median"]
     title = (
         f"{job_of(rows[0]).title}: median of {rows[0]['rounds']} interleaved rounds (p20-p80); "
-        f"dense, first and last of a round, {first:.3g} and {last:.3g} ms"
+        f"dense, first and last of a round, {rows[0]['ms']['median']:.3g} and "
+        f"{rows[-1]['ms']['median']:.3g} ms"
     )
     speeds: dict[str, dict[str, str]] = {}
     for row in rows:
         if row["implementation"] in OTHERS:
             cell = f"{row['x_dense']['median']:.2f}"
             speeds.setdefault(row["structure"], {})[row["implementation"]] = cell
-    shown = [
-        cells(row) | (speeds.get(row["structure"], {}) if row["implementation"] == "auto" else {})
-        for row in rows
-        if row["implementation"] not in OTHERS
-        and (row is rows[0] or row["implementation"] != "nn.Linear")
-    ]
-    return report.grid(title, shown)
+    lines = [cells(rows[0])]
+    for row in rows[1:]:
+        if row["implementation"] not in (*OTHERS, "nn.Linear"):
+            line = cells(row)
+            if row["implementation"] == "auto":
+                line |= speeds.get(row["structure"], {})
+            lines.append(line)
+    return report.grid(title, lines)
 
 
 def cells(row: Row) -> dict[str, str]:
     """A row as text."""
-    speed, flops = row["x_dense"], row["flops"] / row["dense_flops"]
-    found = {
+    speed = row["x_dense"]
+    flops = row["flops"] / row["dense_flops"]
+    saved = row["saved_bytes"]
+    texts = {
         "structure": row["structure"] + "".join(row["implementation"].partition(" + ")[1:]),
         "FLOP rate": f"{flops * speed['median']:.2f}",
         "FLOPs": f"{flops:.3f}",
@@ -195,13 +216,13 @@ def cells(row: Row) -> dict[str, str]:
         "bound": f"{row['bound_share']:.2f}",
         "fused": f"{row['fused_share']:.2f}",
         "peak MB": f"{row['peak_bytes'] / 1e6:.1f}",
-        "saved MB": "" if row["saved_bytes"] is None else f"{row['saved_bytes'] / 1e6:.1f}",
+        "saved MB": "" if saved is None else f"{saved / 1e6:.1f}",
     }
     if "wall_ms" in row:
-        found["wall ms"] = f"{row['wall_ms']['median']:.3g}"
+        texts["wall ms"] = f"{row['wall_ms']['median']:.3g}"
     if "over_plain" in row:
-        found["/ plain"] = f"{row['over_plain']['median']:.2f}"
-    return found
+        texts["/ plain"] = f"{row['over_plain']['median']:.2f}"
+    return texts
 
 
 LEGEND = """x dense: speed against nn.Linear of equal width; at its FLOPs: against nn.Linear of
@@ -245,15 +266,19 @@ def few_tokens(result: Row, dtypes: Iterable[str] = TOLERANCE) -> str:
     columns = {(dtype, n): f"{dtype}, {n}" for dtype, n in product(dtypes, FEW)}
     cells: dict[tuple[str, str], str] = {}
     for name, (dtype, n) in product(values(rows, "structure"), columns):
-        if found := select(rows, structure=name, dtype=dtype, tokens=n):
-            least = min(row["x_dense"]["median"] for row in found)
+        speeds = [
+            row["x_dense"]["median"] for row in select(rows, structure=name, dtype=dtype, tokens=n)
+        ]
+        if speeds:
+            least = min(speeds)
             cells[name, columns[dtype, n]] = f"{least:.2f}x"
     return report.pivot(cells, [*columns.values()])
 
 
 def below(result: Row) -> str:
-    few = f"\n\n{few_tokens(result)}" if any(row["brief"] for row in result["rows"]) else ""
-    return LEGEND + few
+    if any(row["brief"] for row in result["rows"]):
+        return f"{LEGEND}\n\n{few_tokens(result)}"
+    return LEGEND
 
 
 def job_of(row: Row) -> Job:
@@ -271,12 +296,12 @@ def weight(job: Job, device: str) -> float:
 
 def least_seconds(job: Job, device: str, heats: Sequence[list[Row]]) -> float:
     """What a job's least number of rounds takes, judged by the jobs of as many tokens before it."""
-    taken = [
-        sum(row["ms"]["median"] for row in rows) / 1e3 / weight(job_of(rows[0]), device)
-        for rows in heats
-        if rows[0]["tokens"] == job.tokens
-    ]
-    return (ROUNDS[0] + 3) * weight(job, device) * max(taken, default=0.0)
+    slowest = 0.0  # seconds of a round, for each unit of `weight`
+    for rows in heats:
+        if rows[0]["tokens"] == job.tokens:
+            seconds = sum(row["ms"]["median"] for row in rows) / 1e3
+            slowest = max(slowest, seconds / weight(job_of(rows[0]), device))
+    return (ROUNDS[0] + 3) * weight(job, device) * slowest
 
 
 def square(result: Row, **wanted: Any) -> list[Row]:
@@ -289,23 +314,25 @@ def numbers(epyc: Row) -> dict[str, str]:
     """BTT of rank 1 at width 1024 with 4096 tokens, and forward passes of few tokens; when and in
     how many rounds layers were measured."""
     btt = {"structure": "BTT r=1", "d_in": 1024, "tokens": 4096, "backward": True}
-    speeds, found = [], {}
+    btt_speeds = []
+    texts = {}
     for machine, result in (("epyc", epyc), ("xeon", read(XEON))):
         for dtype in DTYPES:
             (row,) = square(result, dtype=dtype, **btt)
-            speeds.append(row["x_dense"]["median"])
-            found[f"roofline.{machine}_{dtype}"] = f"{row['fused_share']:.2f}"
+            btt_speeds.append(row["x_dense"]["median"])
+            texts[f"roofline.{machine}_{dtype}"] = f"{row['fused_share']:.2f}"
             rows = square(result, dtype=dtype, backward=False)
-            few = [row["x_dense"]["median"] for row in rows if row["tokens"] in FEW]
-            found["few.layers"] = str(len(few))
-            found[f"few.{machine}_slower_{dtype}"] = str(sum(speed < 1 for speed in few))
+            speeds = [row["x_dense"]["median"] for row in rows if row["tokens"] in FEW]
+            texts["few.layers"] = str(len(speeds))
+            texts[f"few.{machine}_slower_{dtype}"] = str(sum(speed < 1 for speed in speeds))
             if machine == "xeon" and dtype == "float32":
-                found["few.xeon_least"] = f"{min(few):.2f}"
-        found[f"{machine}.day"] = report.day(result)
+                texts["few.xeon_least"] = f"{min(speeds):.2f}"
+        texts[f"{machine}.day"] = report.day(result)
     many = square(epyc, tokens=4096, backward=True)
     rounds = [row["rounds"] for row in many if row["dtype"] in DTYPES]
-    ends = {"front.slowest": f"{min(speeds):.1f}", "front.fastest": f"{max(speeds):.1f}"}
-    return found | ends | report.least_and_most("front.rounds_", rounds, "d")
+    texts["front.slowest"] = f"{min(btt_speeds):.1f}"
+    texts["front.fastest"] = f"{max(btt_speeds):.1f}"
+    return texts | report.least_and_most("front.rounds_", rounds, "d")
 
 
 def front(result: Row) -> str:

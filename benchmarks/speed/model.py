@@ -32,14 +32,15 @@ from torch import Tensor, nn
 import structlin
 from benchmarks.harness import report, timing
 from benchmarks.harness.race import Bench, Heat, Row, race
-from benchmarks.harness.statistics import select
+from benchmarks.harness.statistics import one, select
 from benchmarks.harness.timing import spread
 
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2}  # inside every vocabulary
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 MODELS = "GPT-2 small", "ViT-S/16"
 TINY_MODELS = "GPT-2, tiny", "ViT, tiny"  # of a smoke run
-CHUNKED, WITH_HEAD = "dense, loss in chunks", "BTT r=1, all and head"
+CHUNKED = "dense, loss in chunks"
+WITH_HEAD = "BTT r=1, all and head"
 # largest difference over largest logit
 COMPILED_ERROR = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
@@ -53,12 +54,11 @@ def variants(shape: "Shape") -> dict[str, Callable[[nn.Module], nn.Module]]:
         f"Monarch {monarch.blocks}": monarch,
         "low-rank d/8": structlin.LowRank(rank=width // 8),
     }
-    where = {"mlp": "ffn", "all": None}
-    converted = {
-        f"{name}, {short}": partial(structlin.convert, structure=family, include=include)
-        for name, family in chosen.items()
-        for short, include in where.items()
-    }
+    converted = {}
+    for name, family in chosen.items():
+        convert = partial(structlin.convert, structure=family)
+        converted[f"{name}, mlp"] = partial(convert, include="ffn")
+        converted[f"{name}, all"] = convert
     heads = {CHUNKED: fuse_gelu, WITH_HEAD: with_head} if shape.text else {}
     return {"dense": lambda model: model, **heads, **converted, "none": without_linear}
 
@@ -163,15 +163,19 @@ def shape_of(name: str, device: str) -> Shape:
 @cache
 def models(shape: Shape) -> dict[str, nn.Module]:
     """Name -> the variant; a tiny shape has few of them."""
-    dense, chosen = shape.build(), variants(shape)
+    dense = shape.build()
     few = ["dense", CHUNKED, WITH_HEAD, "BTT r=1, mlp", "none"]
-    names = [name for name in chosen if name in few or shape.name not in TINY_MODELS]
-    return {name: chosen[name](copy.deepcopy(dense)) for name in names}
+    models_by_name = {}
+    for name, make in variants(shape).items():
+        if name in few or shape.name not in TINY_MODELS:
+            models_by_name[name] = make(copy.deepcopy(dense))
+    return models_by_name
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:
     """The transformer blocks: the longest ModuleList."""
-    return max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len)
 
 
 # ---- jobs ----------------------------------------------------------------------------------------
@@ -185,16 +189,17 @@ class Job:
 
     @property
     def title(self) -> str:
-        return f"{self.model}, {self.task}" + (", compiled" if self.compiled else "")
+        title = f"{self.model}, {self.task}"
+        return f"{title}, compiled" if self.compiled else title
 
 
 def jobs(device: str, smoke: bool) -> list[Job]:
     gpt, vit = TINY_MODELS if smoke else MODELS
     tasks = [(gpt, "training"), (gpt, "prefill"), (gpt, "decode")]
     tasks += [(vit, "training"), (vit, "images")]
-    found = [Job(*task, compiled=False) for task in tasks]
-    found += [Job(*tasks[n], compiled=True) for n in (1, 4, 0, 3)]
-    return found[:6] if smoke else found
+    all_jobs = [Job(*task, compiled=False) for task in tasks]
+    all_jobs += [Job(*tasks[n], compiled=True) for n in (1, 4, 0, 3)]
+    return all_jobs[:6] if smoke else all_jobs
 
 
 def training(model: nn.Module, shape: Shape, in_chunks: bool = False) -> Callable[[], Tensor]:
@@ -243,7 +248,9 @@ def work_of(name: str, model: nn.Module, shape: Shape, task: str) -> Callable[[]
     if task == "training":
         return training(model.train(), shape, in_chunks=name in (CHUNKED, WITH_HEAD))
     model.eval()
-    return decode(model, shape) if task == "decode" else partial(inference, model, shape)
+    if task == "decode":
+        return decode(model, shape)
+    return partial(inference, model, shape)
 
 
 def compile_blocks(model: nn.Module, shape: Shape) -> None:
@@ -280,7 +287,9 @@ def measure(job: Job, heat: Heat) -> list[Row]:
     tokens = 1 if job.task == "decode" else shape.batch * shape.context
     rows = []
     for name, samples in times.seconds.items():
-        model, work = (found[name.removesuffix(", last")] for found in (models(shape), works))
+        variant = name.removesuffix(", last")
+        model = models(shape)[variant]
+        work = works[variant]
         model.zero_grad()  # so that a step's gradients count in its peak
         row = {
             "variant": name,
@@ -308,24 +317,27 @@ def job_of(row: Row) -> Job:
 
 
 def show(rows: Sequence[Row]) -> Table:
-    first, last = rows[0]["tokens_per_s"]["median"], rows[-1]["tokens_per_s"]["median"]
+    opening = rows[0]["tokens_per_s"]["median"]
+    closing = rows[-1]["tokens_per_s"]["median"]
     title = (
         f"{job_of(rows[0]).title}, tokens at once: {rows[0]['tokens']}, context "
         f"{rows[0]['context']}: median of {rows[0]['rounds']} interleaved rounds (p20-p80); "
-        f"dense, first and last of a round, {first:,.0f} and {last:,.0f} tokens/s"
+        f"dense, first and last of a round, {opening:,.0f} and {closing:,.0f} tokens/s"
     )
-    shown = [
-        {
-            "model": row["variant"],
-            "parameters": f"{row['params']:,}",
-            "MB": f"{row['param_bytes'] / 1e6:.0f}",
-            "tokens/s": report.with_spread(row["tokens_per_s"], ",.0f"),
-            "x dense": report.with_spread(row["x_dense"], ".2f"),
-            "peak MB on top": "" if (peak := row["peak_bytes"]) is None else f"{peak / 1e6:.1f}",
-        }
-        for row in rows[:-1]
-    ]
-    return report.grid(title, shown)
+    lines = []
+    for row in rows[:-1]:
+        peak = row["peak_bytes"]
+        lines.append(
+            {
+                "model": row["variant"],
+                "parameters": f"{row['params']:,}",
+                "MB": f"{row['param_bytes'] / 1e6:.0f}",
+                "tokens/s": report.with_spread(row["tokens_per_s"], ",.0f"),
+                "x dense": report.with_spread(row["x_dense"], ".2f"),
+                "peak MB on top": "" if peak is None else f"{peak / 1e6:.1f}",
+            }
+        )
+    return report.grid(title, lines)
 
 
 LEGEND = """x dense: speed against the dense model; peak: allocated by one step or call, on top of
@@ -334,7 +346,8 @@ the parameters, and in training of the optimizer's state (twice the parameters).
 
 def markdown(result: Row) -> str:
     """The table of docs/speed.md: speed against the dense model for every job, not compiled."""
-    rows, cells = select(result["rows"], compiled=False), {}
+    rows = select(result["rows"], compiled=False)
+    cells = {}
     for row in select(rows, variant="dense"):
         cells["dense", job_of(row).title] = f"{row['tokens_per_s']['median']:,.0f} tokens/s"
     for row in rows:
@@ -348,15 +361,14 @@ def numbers(result: Row) -> dict[str, str]:
     what compiling makes of BTT's speed against dense."""
     plain = select(result["rows"], compiled=False)
     speeds = {(row["variant"], row["model"], row["task"]): row["x_dense"] for row in plain}
-    shares = [
-        speed["median"] / speeds["none", name, task]["median"]
-        for (variant, name, task), speed in speeds.items()
-        if variant == "BTT r=1, all"
-    ]
-    compiled = [
-        row["x_dense"]["median"] / speeds[row["variant"], row["model"], row["task"]]["median"]
-        for row in select(result["rows"], variant="BTT r=1, all", compiled=True)
-    ]
+    shares = []
+    for (variant, name, task), speed in speeds.items():
+        if variant == "BTT r=1, all":
+            shares.append(speed["median"] / speeds["none", name, task]["median"])
+    compiled = []
+    for row in select(result["rows"], variant="BTT r=1, all", compiled=True):
+        speed = speeds[row["variant"], row["model"], row["task"]]
+        compiled.append(row["x_dense"]["median"] / speed["median"])
     everywhere = speeds["BTT r=1, all", "GPT-2 small", "training"]
     rounds = [row["rounds"] for row in plain if row["variant"] == "BTT r=1, all"]
     return {
@@ -375,13 +387,14 @@ def beside_chunks(result: Row) -> list[float]:
     """How many times as fast GPT-2 trains with BTT everywhere as dense that has the loss in chunks
     and GELU in one operation too: by the medians of ratios in a round, and by those of tokens per
     second; compiled and not."""
-    found = []
+    ratios = []
     for compiled in (False, True):
         rows = select(result["rows"], model="GPT-2 small", task="training", compiled=compiled)
-        (ours,), (dense,) = (select(rows, variant=name) for name in (WITH_HEAD, CHUNKED))
+        btt = one(rows, variant=WITH_HEAD)
+        dense = one(rows, variant=CHUNKED)
         for key in ("x_dense", "tokens_per_s"):
-            found.append(ours[key]["median"] / dense[key]["median"])
-    return found
+            ratios.append(btt[key]["median"] / dense[key]["median"])
+    return ratios
 
 
 BENCH = Bench(

@@ -16,6 +16,7 @@ two linear maps.
 """
 
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -68,7 +69,7 @@ Build = Callable[[Structure, torch.dtype], Implementation]
 def structures(width: int) -> dict[str, tuple[Structure, tuple[Build, ...]]]:
     """structlin's structure, and the peers that compute the same kind of matrix."""
     tensorly = tuple(partial(tltorch, how=how) for how in ("factorized", "reconstructed"))
-    found: dict[str, tuple[Family, tuple[Build, ...]]] = {
+    families: dict[str, tuple[Family, tuple[Build, ...]]] = {
         "Kronecker": (Kronecker(), (fastkron,)),
         "TT r=8": (TT(rank=8), (*tensorly, torchtt)),
         "Monarch 4": (Monarch(blocks=4), (torch_structured, strided)),
@@ -80,7 +81,7 @@ def structures(width: int) -> dict[str, tuple[Structure, tuple[Build, ...]]]:
         "low-rank d/32": (LowRank(rank=width // 32), (two_linear,)),
     }
     return {
-        name: (family.structure(width, width), peers) for name, (family, peers) in found.items()
+        name: (family.structure(width, width), peers) for name, (family, peers) in families.items()
     }
 
 
@@ -125,8 +126,9 @@ def torch_structured(structure: Structure, dtype: torch.dtype) -> Implementation
     """Its import needs triton, on a CPU too."""
     from torch_structured.monarch.monarch_linear import MonarchLinear
 
-    widths, blocks = (structure.in_features, structure.out_features), structure.cores[0].batch
-    linear = MonarchLinear(*widths, bias=False, nblocks=blocks).to(dtype)
+    linear = MonarchLinear(
+        structure.in_features, structure.out_features, bias=False, nblocks=structure.cores[0].batch
+    ).to(dtype)
     return Implementation(_named("torch-structured"), linear, [linear.w1, linear.w2], monarch)
 
 
@@ -134,12 +136,20 @@ def _named(package: str) -> str:
     return f"{package} {version(package)}"
 
 
-def _tt_sizes(structure: Structure) -> tuple[tuple[int, ...], ...]:
-    inputs, outputs, (rank,) = (
-        tuple(size for axis, size in structure.sizes.items() if axis.startswith(kind))
-        for kind in "jir"
-    )
-    return inputs, outputs, (1, rank, 1)
+class TTSizes(NamedTuple):
+    """Sizes of a TT matrix of two cores."""
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    ranks: tuple[int, int, int]
+
+
+def _tt_sizes(structure: Structure) -> TTSizes:
+    sizes = defaultdict[str, list[int]](list)  # of the axes i, j and r, by their first letter
+    for axis, size in structure.sizes.items():
+        sizes[axis[0]].append(size)
+    (rank,) = sizes["r"]
+    return TTSizes(tuple(sizes["j"]), tuple(sizes["i"]), (1, rank, 1))
 
 
 # ---- the matrices of their parameters, from the definitions --------------------------------------
@@ -150,18 +160,21 @@ def kronecker(structure: Structure, factors: Sequence[Tensor], x: Tensor) -> Ten
 
 
 def tensor_train(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
-    """`W[(o p), (i j)] = sum_r first[o, i, r] last[r, p, j]`."""
-    first, last = (core.double() for core in cores)
-    w = torch.einsum("oir,rpj->opij", first[0], last[..., 0])
+    """`W[(o p), (i j)] = sum_r left[o, i, r] right[r, p, j]`."""
+    left, right = (core.double() for core in cores)
+    w = torch.einsum("oir,rpj->opij", left[0], right[..., 0])
     return x.double() @ rearrange(w, "o p i j -> (i j) (o p)")
 
 
 def monarch(structure: Structure, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     """w1 `(k, q, p)`, w2 `(l, s, r)`: the middle (k q) is read as (r l), the outputs are (s l)."""
     w1, w2 = (core.double() for core in cores)
-    middle = torch.einsum("kqp,nkp->nkq", w1, rearrange(x.double(), "n (k p) -> n k p", k=len(w1)))
-    middle = rearrange(rearrange(middle, "n k q -> n (k q)"), "n (r l) -> n r l", l=len(w2))
-    return rearrange(torch.einsum("lsr,nrl->nsl", w2, middle), "n s l -> n (s l)")
+    blocks = rearrange(x.double(), "n (k p) -> n k p", k=len(w1))
+    middle = torch.einsum("kqp,nkp->nkq", w1, blocks)
+    middle = rearrange(middle, "n k q -> n (k q)")
+    middle = rearrange(middle, "n (r l) -> n r l", l=len(w2))
+    y = torch.einsum("lsr,nrl->nsl", w2, middle)
+    return rearrange(y, "n s l -> n (s l)")
 
 
 # ---- written here --------------------------------------------------------------------------------
@@ -181,7 +194,8 @@ def strided(structure: Structure, dtype: torch.dtype) -> Implementation:
 
 def shared_factors(structure: Structure, dtype: torch.dtype) -> Implementation:
     """BLAST: `z_j = V_j x_j`, `y_i = U_i sum_j s_ij * z_j`, the sum by elementwise products."""
-    v, s, u = cores = [_normal(*core.shape, dtype=dtype) for core in structure.cores]
+    cores = [_normal(*core.shape, dtype=dtype) for core in structure.cores]
+    v, s, u = cores
 
     def run(x: Tensor) -> Tensor:
         z = torch.bmm(rearrange(x, "n (j q) -> j n q", j=len(v)), v.mT)
@@ -192,7 +206,8 @@ def shared_factors(structure: Structure, dtype: torch.dtype) -> Implementation:
 
 
 def two_linear(structure: Structure, dtype: torch.dtype) -> Implementation:
-    v, u = cores = [_normal(*core.shape[1:], dtype=dtype) for core in structure.cores]
+    cores = [_normal(*core.shape[1:], dtype=dtype) for core in structure.cores]
+    v, u = cores
     return Implementation("two linear maps", lambda x: F.linear(F.linear(x, v), u), cores)
 
 
@@ -216,16 +231,22 @@ def jobs(device: str, smoke: bool) -> list[Job]:
     return [Job(WIDTH, WIDTH, *setting) for setting in settings]
 
 
-def variants(job: Job) -> tuple[list[Variant], list[str]]:
-    """nn.Linear, structlin and its peers; and a line for each peer that cannot be had."""
+class Peers(NamedTuple):
+    """nn.Linear, structlin and its peers."""
+
+    variants: list[Variant]
+    left_out: list[str]  #: a line for each peer that cannot be had
+
+
+def variants(job: Job) -> Peers:
     dtype = getattr(torch, job.dtype)
-    x, dy = (torch.randn(job.tokens, width).to(dtype) for width in (job.d_in, job.d_out))
-    x.requires_grad_(job.backward)
-    found, left_out = list[Variant](), list[str]()
+    x = torch.randn(job.tokens, job.d_in).to(dtype).requires_grad_(job.backward)
+    dy = torch.randn(job.tokens, job.d_out).to(dtype)
+    peers_of_job = Peers([], [])
     whole = Dense().structure(job.d_in, job.d_out)
     builds: list[tuple[str, Structure, Build]] = [("dense", whole, dense)]
-    for name, (structure, peers) in structures(job.d_in).items():
-        builds += [(name, structure, build) for build in (structlin, *peers)]
+    for name, (structure, peer_builds) in structures(job.d_in).items():
+        builds += [(name, structure, build) for build in (structlin, *peer_builds)]
     for name, structure, build in builds:
         try:
             with warnings.catch_warnings():
@@ -233,20 +254,24 @@ def variants(job: Job) -> tuple[list[Variant], list[str]]:
                 warnings.simplefilter("ignore")
                 how, run, parameters, oracle = build(structure, dtype)
         except ImportError as missing:
-            left_out.append(f"{name}: {missing}")
+            peers_of_job.left_out.append(f"{name}: {missing}")
             continue
         for parameter in parameters:
             parameter.requires_grad_(job.backward)
-        found.append(Variant(name, how, structure, run, parameters, x, dy, oracle=oracle))
-    return found, left_out
+        variant = Variant(name, how, structure, run, parameters, x, dy, oracle=oracle)
+        peers_of_job.variants.append(variant)
+    return peers_of_job
 
 
 def measure(job: Job, heat: Heat) -> list[Row]:
     """A row for every variant."""
-    times = race_layers(job, variants(job)[0], heat)
-    ours = {v.name: taken for v, taken in times.seconds.items() if v.implementation == "structlin"}
+    times = race_layers(job, variants(job).variants, heat)
+    ours = {}
+    for variant, seconds in times.seconds.items():
+        if variant.implementation == "structlin":
+            ours[variant.name] = seconds
     rows = []
-    for variant, taken in times.seconds.items():
+    for variant, seconds in times.seconds.items():
         row = asdict(job) | {
             "structure": variant.name,
             "implementation": variant.implementation,
@@ -255,14 +280,15 @@ def measure(job: Job, heat: Heat) -> list[Row]:
             "x_dense": times.speed(variant),
         }
         if variant.name in ours and variant.implementation != "structlin":
-            row["structlin_x"] = ratio(taken, ours[variant.name])
+            row["structlin_x"] = ratio(seconds, ours[variant.name])
         rows.append(row)
     return rows
 
 
 def missing(smoke: bool) -> Row:
     """A line for each peer that is not installed."""
-    left_out = list(dict.fromkeys(variants(Job(SMOKE, SMOKE, 1, "float32", False))[1]))
+    small = Job(SMOKE, SMOKE, 1, "float32", False)
+    left_out = list(dict.fromkeys(variants(small).left_out))
     for line in left_out:
         print(f"# left out: {line}")
     return {"left_out": left_out}
@@ -277,31 +303,32 @@ implementation, above 1 where structlin is faster; both are ratios within a roun
 
 def show(rows: Sequence[Row]) -> Table:
     title = f"{job_of(rows[0]).title}: median of {rows[0]['rounds']} interleaved rounds (p20-p80)"
-    speeds = {"x dense": "x_dense", "structlin x": "structlin_x"}
-    shown = [
-        {
+    lines = []
+    for row in rows:
+        line = {
             "structure": row["structure"],
             "implementation": row["implementation"],
             "params": str(row["params"]),
             "ms": report.with_spread(row["ms"], ".3g"),
-            **{t: report.with_spread(row[key], ".2f") for t, key in speeds.items() if key in row},
+            "x dense": report.with_spread(row["x_dense"], ".2f"),
         }
-        for row in rows
-    ]
-    return report.grid(title, shown, names=2)
+        if "structlin_x" in row:
+            line["structlin x"] = report.with_spread(row["structlin_x"], ".2f")
+        lines.append(line)
+    return report.grid(title, lines, names=2)
 
 
 def markdown(result: Row) -> str:
-    """Our speed over each implementation's: a row for each of them, a column for each job."""
-    rows = sorted(
-        (row for row in result["rows"] if "structlin_x" in row),
-        key=lambda row: (row["dtype"] != "float32", -row["tokens"], row["backward"]),
-    )
+    """structlin's speed over each peer's: a row for each peer, a column for each job."""
+    rows = [row for row in result["rows"] if "structlin_x" in row]
+    # the columns: float32 first, many tokens first, forward first
+    rows.sort(key=lambda row: (row["dtype"] != "float32", -row["tokens"], row["backward"]))
     cells = {}
     for row in rows:
-        title = f"{row['dtype']}, {row['tokens']}, forward{' + backward' * row['backward']}"
-        name = f"{row['structure']}, {row['implementation']}"
-        cells[name, title] = f"{row['structlin_x']['median']:.2f}"
+        work = "forward + backward" if row["backward"] else "forward"
+        job = f"{row['dtype']}, {row['tokens']}, {work}"
+        peer = f"{row['structure']}, {row['implementation']}"
+        cells[peer, job] = f"{row['structlin_x']['median']:.2f}"
     return report.pivot(cells)
 
 
@@ -310,17 +337,14 @@ def numbers(result: Row) -> dict[str, str]:
     rows = [row for row in result["rows"] if "structlin_x" in row]
 
     def find(structure: str, name: str = "", **wanted: Any) -> list[Row]:
-        return [
-            row
-            for row in select(rows, **wanted)
-            if row["structure"].startswith(structure) and name in row["implementation"]
-        ]
+        chosen = [row for row in select(rows, **wanted) if row["structure"].startswith(structure)]
+        return [row for row in chosen if name in row["implementation"]]
 
-    def speeds(found: Sequence[Row]) -> list[float]:
-        return [row["structlin_x"]["median"] for row in found]
+    def speeds(chosen: Sequence[Row]) -> list[float]:
+        return [row["structlin_x"]["median"] for row in chosen]
 
-    def behind(found: Sequence[Row]) -> list[float]:
-        return [speed for speed in speeds(found) if speed < 1]
+    def behind(chosen: Sequence[Row]) -> list[float]:
+        return [speed for speed in speeds(chosen) if speed < 1]
 
     training = {"dtype": "float32", "backward": True}
     few = [*find("Monarch 4", tokens=16, **training), *find("BLAST", tokens=16, **training)]

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import product
 from math import nan, sqrt
 from typing import Any
 
@@ -31,16 +32,19 @@ from benchmarks.harness import report, timing
 from benchmarks.harness.experiment import parser, result_path
 from benchmarks.harness.figures import panels, save_picture
 from benchmarks.harness.race import Bench, Heat, Row, Variant, race
-from benchmarks.harness.statistics import select
+from benchmarks.harness.statistics import select, values
 from benchmarks.speed.variants import TOLERANCE, compile_all, equal_flops_widths
 from structlin import BLAST, BTT, TT, BlockDiagonal, Dense, Family, Kronecker, Monarch, Structure
 from structlin._engine import operators, views
 from structlin._engine.operators import Affine
 from structlin._engine.product import define
 
-LOOP, VIEWS, CHUNKS = "loop", "without copies", "without copies, in chunks"
-COMPILED, ENGINE, EQUAL = "loop, compiled", "engine", "nn.Linear, equal FLOPs"
+LOOP = "loop"
+VIEWS = "without copies"
+CHUNKS = "without copies, in chunks"
+ENGINE = "engine"
 DENSE = "nn.Linear"
+EQUAL = "nn.Linear, equal FLOPs"
 CHUNK = 2048  # tokens
 H100 = timing.Ceilings(rate=798e12, bandwidth=3.0e12, call=nan)  # of bfloat16; see the docs
 PREDICTED_AT = (1024, 2048, 4096)
@@ -84,11 +88,8 @@ def jobs(device: str, smoke: bool) -> list[Job]:
     if device == "cuda":
         ways = [(width, True) for width in (4096, 1024, 2048, 8192)] + [(4096, False)]
         return [Job(width, 16384, "bfloat16", backward) for width, backward in ways]
-    return [
-        Job(width, 4096, "float32", backward)
-        for width in (1024, 512, 2048)
-        for backward in (True, False)
-    ]
+    ways = product((1024, 512, 2048), (True, False))
+    return [Job(width, 4096, "float32", backward) for width, backward in ways]
 
 
 class InChunks(Variant):
@@ -98,12 +99,12 @@ class InChunks(Variant):
         if not self.x.requires_grad:
             with torch.no_grad():
                 return [self.run(chunk) for chunk in self.x.split(CHUNK)]
-        found: list[Tensor] = []
+        sums: list[Tensor] = []  # of the parameters' gradients
         for x, dy in zip(self.x.detach().split(CHUNK), self.dy.split(CHUNK), strict=True):
             leaves = [x.requires_grad_(), *self.parameters]
             _, *gradients = torch.autograd.grad(self.run(x), leaves, dy)
-            found = torch._foreach_add(found, gradients) if found else gradients
-        return found
+            sums = torch._foreach_add(sums, gradients) if sums else gradients
+        return sums
 
 
 def variants(job: Job, heat: Heat) -> list[Variant]:
@@ -114,13 +115,16 @@ def variants(job: Job, heat: Heat) -> list[Variant]:
         return torch.randn(shape, device=heat.device).to(dtype)
 
     def dense(width: int, name: str) -> Variant:
-        x, dy = draw(job.tokens, width).requires_grad_(job.backward), draw(job.tokens, width)
+        x = draw(job.tokens, width).requires_grad_(job.backward)
+        dy = draw(job.tokens, width)
         weight = nn.Parameter(draw(width, width) / sqrt(width))
         structure = Dense().structure(width, width)
         return Variant(name, DENSE, structure, partial(F.linear, weight=weight), [weight], x, dy)
 
     reference = dense(job.width, "dense")
-    ways, compiled, equal_widths = [reference], list[Variant](), dict[int, str]()
+    ways = [reference]
+    to_compile = []
+    equal_widths: dict[int, str] = {}  # width of nn.Linear -> the first structure of its FLOPs
     for name, family in families(job.width).items():
         try:
             structure = family.structure(job.width, job.width)
@@ -140,11 +144,13 @@ def variants(job: Job, heat: Heat) -> list[Variant]:
         if heat.device == "cuda":
             chunks = {**vars(without_copies), "implementation": CHUNKS}
             ways.append(InChunks(**chunks))
-            compiled.append(replace(loop, implementation="compiled"))
+            to_compile.append(replace(loop, implementation="compiled"))
             equal_widths.setdefault(equal_flops_widths(structure)[0], name)
     if job.width == 1024:
-        ways += compile_all(compiled[:2], heat.end - 30)
-    return ways + [dense(width, f"{EQUAL} as {name}") for width, name in equal_widths.items()]
+        ways += compile_all(to_compile[:2], heat.end - 30)
+    for width, name in equal_widths.items():
+        ways.append(dense(width, f"{EQUAL} as {name}"))
+    return ways
 
 
 def measure(job: Job, heat: Heat) -> list[Row]:
@@ -161,11 +167,11 @@ def measure(job: Job, heat: Heat) -> list[Row]:
     )
     rows = []
     for way in ways:
-        key = way.name, way.implementation
+        key = (way.name, way.implementation)
         row = {"structure": way.name, "way": way.implementation} | times.row(key)
         row["x_dense"] = timing.ratio(times.seconds["dense", DENSE], times.seconds[key])
-        if (loop := times.seconds.get((way.name, LOOP))) is not None:
-            row["x_loop"] = timing.ratio(loop, times.seconds[key])
+        if (way.name, LOOP) in times.seconds:
+            row["x_loop"] = timing.ratio(times.seconds[way.name, LOOP], times.seconds[key])
         if heat.ceilings:
             itemsize = getattr(torch, job.dtype).itemsize
             row["predicted_ms"] = 1e3 * heat.ceilings.bound(
@@ -188,18 +194,21 @@ def cpu_seconds(work: timing.Work, device: str) -> float:
 def show(rows: Sequence[Row]) -> Table:
     job = Job(**{name: rows[0][name] for name in Job.__annotations__})
     title = f"{job.title}, {rows[0]['rounds']} rounds"
-    shown = [
-        {
-            "structure": row["structure"],
-            "way": row["way"],
-            "ms": report.with_spread(row["ms"], ".2f"),
-            "predicted": f"{row['predicted_ms']:.2f}" if "predicted_ms" in row else "",
-            "x nn.Linear": report.with_spread(row["x_dense"], ".2f"),
-            "x loop": report.with_spread(row["x_loop"], ".2f") if "x_loop" in row else "",
-        }
-        for row in rows
-    ]
-    return report.grid(title, shown, names=2)
+    lines = []
+    for row in rows:
+        predicted = f"{row['predicted_ms']:.2f}" if "predicted_ms" in row else ""
+        against_loop = report.with_spread(row["x_loop"], ".2f") if "x_loop" in row else ""
+        lines.append(
+            {
+                "structure": row["structure"],
+                "way": row["way"],
+                "ms": report.with_spread(row["ms"], ".2f"),
+                "predicted": predicted,
+                "x nn.Linear": report.with_spread(row["x_dense"], ".2f"),
+                "x loop": against_loop,
+            }
+        )
+    return report.grid(title, lines, names=2)
 
 
 def is_chosen(row: Row) -> bool:
@@ -214,11 +223,15 @@ def markdown(result: Row) -> str:
     for row in select(result["rows"], way=VIEWS):
         work = "fwd + bwd" if row["backward"] else "fwd"
         mark = "" if is_chosen(row) else " *"
-        against_loop, against_dense = row["x_loop"]["median"], row["x_dense"]["median"]
+        against_loop = row["x_loop"]["median"]
+        against_dense = row["x_dense"]["median"]
         text = f"{against_loop:.2f}x ({against_dense:.1f}x){mark}"
         cells[row["structure"], f"{row['width']}, {work}"] = text
-    titles = [f"{width}, {work}" for width in (512, 1024, 2048) for work in ("fwd", "fwd + bwd")]
-    return report.pivot(cells, [title for title in titles if any(title in key for key in cells)])
+    measured = {title for _, title in cells}
+    titles = [
+        f"{width}, {work}" for width, work in product((512, 1024, 2048), ("fwd", "fwd + bwd"))
+    ]
+    return report.pivot(cells, [title for title in titles if title in measured])
 
 
 def numbers(result: Row) -> dict[str, str]:
@@ -247,8 +260,9 @@ def show_predictions(result: Row) -> str:
         for name, family in families(width).items():
             structure = family.structure(width, width)
             if views.pays(structure.program.numbers):
-                took = predict(structure)
-                cells[name, str(width)] = f"{dense / took:.2f}x ({took:.0f} us)"
+                microseconds = predict(structure)
+                speed = f"{dense / microseconds:.2f}x"
+                cells[name, str(width)] = f"{speed} ({microseconds:.0f} us)"
     return report.pivot(cells)
 
 
@@ -258,16 +272,16 @@ def picture(result: Row) -> Figure:
     widths = sorted({row["width"] for row in rows})
     figure, places = panels([f"width {width}" for width in widths], size=4)
     for axes, width in zip(places, widths, strict=True):
-        here = select(rows, width=width)
-        names = list(dict.fromkeys(row["structure"] for row in here if row["structure"] != "dense"))
+        at_width = select(rows, width=width)
+        names = [name for name in values(at_width, "structure") if name != "dense"]
         for n, way in enumerate((LOOP, VIEWS, ENGINE)):
-            bars = [(row["structure"], row["x_dense"]) for row in select(here, way=way)]
-            at = [names.index(name) + 0.27 * (n - 1) for name, _ in bars]
-            medians = [ratio["median"] for _, ratio in bars]
-            spread = [
-                [abs(ratio[end] - ratio["median"]) for _, ratio in bars] for end in ("p20", "p80")
-            ]
-            axes.barh(at, medians, height=0.25, xerr=spread, label=way)
+            bars = select(at_width, way=way)
+            heights = [names.index(row["structure"]) + 0.27 * (n - 1) for row in bars]
+            speeds = [row["x_dense"] for row in bars]
+            medians = [speed["median"] for speed in speeds]
+            below = [abs(speed["p20"] - speed["median"]) for speed in speeds]
+            above = [abs(speed["p80"] - speed["median"]) for speed in speeds]
+            axes.barh(heights, medians, height=0.25, xerr=[below, above], label=way)
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.axvline(1, color="black", linewidth=0.8)

@@ -90,33 +90,35 @@ class Job:
         return self.d_in == self.d_out and self.d_in in widths
 
 
-def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
+def variants(job: Job, device: str, deadline: float = inf) -> list[Variant]:
     """nn.Linear first; then all structures, and nn.Linear at their FLOPs unless the job is brief.
 
-    After `end`, of `time.perf_counter`, nothing is compiled.
+    After `deadline`, of `time.perf_counter`, nothing is compiled.
     """
     dtype = getattr(torch, job.dtype)
 
     def data(*shape: int) -> Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
-    def inputs(d_in: int, d_out: int) -> tuple[Tensor, Tensor]:
-        return data(job.tokens, d_in).requires_grad_(job.backward), data(job.tokens, d_out)
-
-    def dense(d_in: int, d_out: int, *ends: Tensor) -> Variant:
+    def dense(d_in: int, d_out: int) -> Variant:
+        x = data(job.tokens, d_in).requires_grad_(job.backward)
+        dy = data(job.tokens, d_out)
         weight = nn.Parameter(data(d_out, d_in) / sqrt(d_in))
-        run, structure = partial(F.linear, weight=weight), Dense().structure(d_in, d_out)
-        return Variant("dense", "nn.Linear", structure, run, [weight], *ends)
+        run = partial(F.linear, weight=weight)
+        structure = Dense().structure(d_in, d_out)
+        return Variant("dense", "nn.Linear", structure, run, [weight], x, dy)
 
-    ends = inputs(job.d_in, job.d_out)
-    found = [dense(job.d_in, job.d_out, *ends)]
+    reference = dense(job.d_in, job.d_out)
+    timed = [reference]
     with_options = job.square_at(OPTIONS_AT) and not job.brief
     if with_options:
-        (weight,), bias = found[0].parameters, nn.Parameter(data(job.d_out))
+        (weight,) = reference.parameters
+        bias = nn.Parameter(data(job.d_out))
         run = partial(F.linear, weight=weight, bias=bias)
         biased = {"parameters": [weight, bias], "option": "bias", "oracle": biased_oracle}
-        found.append(replace(found[0], run=run, **biased))
-    equal_flops, to_compile = set[tuple[int, int]](), list[Variant]()
+        timed.append(replace(reference, run=run, **biased))
+    equal_flops: set[tuple[int, int]] = set()  # widths of nn.Linear
+    to_compile: list[Variant] = []
     for name, family in families(min(job.d_in, job.d_out)).items():
         make = partial(StructuredLinear, job.d_in, job.d_out, family, device=device, dtype=dtype)
         try:
@@ -124,27 +126,32 @@ def variants(job: Job, device: str, end: float = inf) -> list[Variant]:
         except ValueError as misfit:
             print(f"# left out: {name} in {job.title}: {misfit}")
             continue
-        structure, cores = layer.structure, list(layer.cores)
-        runs = {"auto": layer} if job.brief else implementations(layer, job, device)
-        found += [Variant(name, how, structure, run, cores, *ends) for how, run in runs.items()]
+        auto = Variant(
+            name, "auto", layer.structure, layer, list(layer.cores), reference.x, reference.dy
+        )
+        timed.append(auto)
         if job.brief:
             continue
+        ways = implementations(layer, job, device)
+        timed += [replace(auto, implementation=way, run=run) for way, run in ways.items()]
         if job.square_at(COMPILED_AT):
-            to_compile.append(Variant(name, "compiled", structure, runs["loop"], cores, *ends))
+            to_compile.append(replace(auto, implementation="compiled", run=ways["loop"]))
         if with_options and name in OPTIONS_OF:
             for option, argument in OPTIONS.items():
-                with_option = make(**{"bias": False, argument: True})
-                found.append(_with_option(name, option, with_option, *ends))
-        equal_flops.add(equal_flops_widths(structure))
-    found += compile_all(to_compile, end)
-    others = sorted(equal_flops - {(job.d_in, job.d_out)})
-    return [*found, *(dense(*widths, *inputs(*widths)) for widths in others)]
+                layer = make(**{"bias": False, argument: True})
+                timed.append(_with_option(name, option, layer, reference.x, reference.dy))
+        equal_flops.add(equal_flops_widths(auto.structure))
+    timed += compile_all(to_compile, deadline)
+    for widths in sorted(equal_flops - {(job.d_in, job.d_out)}):
+        timed.append(dense(*widths))
+    return timed
 
 
 def implementations(layer: StructuredLinear, job: Job, device: str) -> dict[str, Run]:
-    """Name -> the layer's function."""
-    structure, cores = layer.structure, list(layer.cores)
-    runs: dict[str, Run] = {"auto": layer, "loop": partial(loop, structure, cores)}
+    """Name -> the layer's function, in other ways than its own."""
+    structure = layer.structure
+    cores = list(layer.cores)
+    runs: dict[str, Run] = {"loop": partial(loop, structure, cores)}
     if device == "cuda" or job.merges:
         runs["merged"] = lambda x: F.linear(x, layer.to_dense(), layer.bias)
     if all(core.repeat == 1 and core.batch > 1 for core in structure.cores):
@@ -160,10 +167,8 @@ def equal_flops_widths(structure: Structure) -> tuple[int, int]:
     (192, 896)
     """
     scale = sqrt(structure.flops / (2 * structure.in_features * structure.out_features))
-    d_in, d_out = (
-        max(64, 64 * round(scale * width / 64))
-        for width in (structure.in_features, structure.out_features)
-    )
+    d_in = max(64, 64 * round(scale * structure.in_features / 64))
+    d_out = max(64, 64 * round(scale * structure.out_features / 64))
     return d_in, d_out
 
 
@@ -198,26 +203,25 @@ def normalised_oracle(
     """`W x` of the cores `gain * min(1, std / RMS(core)) * core` in float64; the gains are the last
     of `parameters`."""
     *cores, gains = (parameter.double() for parameter in parameters)
-    clips = [
-        (std / core.pow(2).mean().sqrt()).clamp(max=1)
-        for std, core in zip(stds, cores, strict=True)
-    ]
-    scaled = [gain * clip * core for gain, clip, core in zip(gains, clips, cores, strict=True)]
+    scaled = []
+    for gain, std, core in zip(gains, stds, cores, strict=True):
+        clip = (std / core.pow(2).mean().sqrt()).clamp(max=1)
+        scaled.append(gain * clip * core)
     return timing.oracle(structure, scaled, x)
 
 
 # ---- others ------------------------------------------------------------------------------------
 
 
-def compile_all(plain: Sequence[Variant], end: float) -> list[Variant]:
-    """Each of `plain` compiled by a first call; what fails, or would begin after `end`, is left out
-    and said."""
+def compile_all(plain: Sequence[Variant], deadline: float) -> list[Variant]:
+    """Each of `plain` compiled by a first call; what fails, or would begin after `deadline`, is
+    left out and said."""
     if not plain:
         return []
     torch.compiler.reset()  # they all are one code object, and the last job's would be tried too
-    found = []
+    compiled_variants = []
     for variant in plain:
-        if time.perf_counter() > end:
+        if time.perf_counter() > deadline:
             print(f"# left out: {variant.name}, compiled: no time")
             continue
         compiled = replace(variant, run=torch.compile(variant.run, fullgraph=True, dynamic=False))
@@ -225,18 +229,19 @@ def compile_all(plain: Sequence[Variant], end: float) -> list[Variant]:
             with torch._dynamo.config.patch(recompile_limit=len(plain)):
                 compiled.work()
         except Exception as failure:  # no C++ compiler, for one
-            why = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
-            print(f"# left out: {variant.name}, compiled: {why}")
+            reason = f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+            print(f"# left out: {variant.name}, compiled: {reason}")
         else:
-            found.append(compiled)
-    return found
+            compiled_variants.append(compiled)
+    return compiled_variants
 
 
 def loop(
     structure: Structure, cores: Sequence[Tensor], x: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """`W x + bias` by one batched product for each core, between fixed permutations."""
-    h, program = x, structure.program
+    program = structure.program
+    h = x
     for step, core in zip(program.steps, cores, strict=True):
         h = _seen(h, step.move, step.batch, step.fan_in)  # (batch, tokens * repeat, fan_in)
         if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
@@ -249,32 +254,40 @@ def loop(
 class StridedProducts(torch.autograd.Function):
     """`y = W x` for two cores without repetition: see the head of this file."""
 
+    # The cores are W1 (batch1, fan_out1, fan_in1) and W2 (batch2, fan_out2, fan_in2). x is seen as
+    # blocks (batch1, tokens, fan_in1); h = W1 x, copied into the order (batch2, tokens, fan_in2) in
+    # which W2 reads it; W2 h is written into y seen as (batch2, tokens, fan_out2). Backward:
+    # dh = W2^T dy, copied likewise, dx = W1^T dh, dW1 = dh x^T and dW2 = dy h^T.
+
     @staticmethod
-    def forward(ctx: Any, structure: Structure, first: Tensor, last: Tensor, x: Tensor) -> Tensor:
-        (one, two), join = structure.program.steps, structure.program.last
-        blocks = _seen(x, one.move, one.batch, one.fan_in)  # (batch, tokens, fan_in), a view
-        # the copy
-        h = _seen(_tokens_first(blocks, first.mT), two.move, two.batch, two.fan_in).contiguous()
+    def forward(ctx: Any, structure: Structure, w1: Tensor, w2: Tensor, x: Tensor) -> Tensor:
+        program = structure.program
+        step1, step2 = program.steps
+        blocks = _seen(x, step1.move, step1.batch, step1.fan_in)  # a view
+        h = _seen(_tokens_first(blocks, w1.mT), step2.move, step2.batch, step2.fan_in)
+        h = h.contiguous()  # the copy
         y = x.new_empty(len(x), structure.out_features)
-        _product(h, last.mT, _seen(y, _inverse(join), two.batch, two.fan_out))
+        _product(h, w2.mT, _seen(y, _inverse(program.last), step2.batch, step2.fan_out))
         ctx.structure = structure
-        ctx.save_for_backward(blocks, h, first, last)
+        ctx.save_for_backward(blocks, h, w1, w2)
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
-        (one, two), join = ctx.structure.program.steps, ctx.structure.program.last
-        blocks, h, first, last = ctx.saved_tensors
-        dy_blocks = _seen(dy, _inverse(join), two.batch, two.fan_out)
+        program = ctx.structure.program
+        step1, step2 = program.steps
+        blocks, h, w1, w2 = ctx.saved_tensors
+        dy_blocks = _seen(dy, _inverse(program.last), step2.batch, step2.fan_out)
         if 1 not in dy_blocks.stride()[1:]:
             dy_blocks = dy_blocks.transpose(0, 1).contiguous().transpose(0, 1)
-        # the copy
-        dh = _seen(
-            _tokens_first(dy_blocks, last), _inverse(two.move), one.batch, one.fan_out
-        ).contiguous()
+        dh = _tokens_first(dy_blocks, w2)
+        dh = _seen(dh, _inverse(step2.move), step1.batch, step1.fan_out)
+        dh = dh.contiguous()  # the copy
         dx = dy.new_empty(len(dy), ctx.structure.in_features)
-        _product(dh, first, _seen(dx, one.move, one.batch, one.fan_in))
-        return None, torch.bmm(dh.mT, blocks), torch.bmm(dy_blocks.mT, h), dx
+        _product(dh, w1, _seen(dx, step1.move, step1.batch, step1.fan_in))
+        dw1 = torch.bmm(dh.mT, blocks)
+        dw2 = torch.bmm(dy_blocks.mT, h)
+        return None, dw1, dw2, dx
 
 
 def _tokens_first(a: Tensor, b: Tensor) -> Tensor:
@@ -304,5 +317,6 @@ def _moved(h: Tensor, move: Any) -> Tensor:
 
 def _inverse(move: Any) -> Any:
     """The move back."""
-    back = tuple(move.order.index(axis) for axis in range(len(move.order)))
-    return move._replace(sizes=tuple(move.sizes[axis] for axis in move.order), order=back)
+    order = tuple(move.order.index(axis) for axis in range(len(move.order)))
+    sizes = tuple(move.sizes[axis] for axis in move.order)
+    return move._replace(sizes=sizes, order=order)

@@ -177,19 +177,26 @@ def first_input(task: Task) -> Tensor:
     return inputs[:1]
 
 
+class Trainer(NamedTuple):
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
 def make_trainer(
     setup: str, optimizer: str, kind: str, width: int, rates: Row, seed: int, sizes: Row
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+) -> Trainer:
     model = build(setup, kind, width, seed, sizes[setup], "cpu")
     base = models.build(make_task(setup, 0, sizes[setup]), sizes["tuned"], None, 0, "meta")
     if optimizer == "AdamW":
         groups = structlin.param_groups(model, rates["lr"], weight_decay=0.0, base=base)
-        return model, torch.optim.AdamW(groups, rates["lr"], betas=(0.9, 0.95), fused=True)
+        adamw = torch.optim.AdamW(groups, rates["lr"], betas=(0.9, 0.95), fused=True)
+        return Trainer(model, adamw)
     options = rates | {"base": base, "momentum": MOMENTUM}
-    options["dualize"] = "all" if optimizer.endswith(EVERYWHERE) else "hidden"
+    options["matrices"] = "all" if optimizer.endswith(EVERYWHERE) else "hidden"
     if optimizer.startswith("Muon"):
-        return model, structlin.optim.Muon(model, **options)
-    return model, structlin.optim.SOAP(model, **options, max_precond_dim=LARGEST_BASIS)
+        return Trainer(model, structlin.optim.Muon(model, **options))
+    soap = structlin.optim.SOAP(model, **options, max_precond_dim=LARGEST_BASIS)
+    return Trainer(model, soap)
 
 
 def train(
@@ -413,26 +420,26 @@ def front(table: Sequence[Row], cost: str, seed: int) -> list[Point]:
     return hull
 
 
-def slope(start: Point, end: Point) -> float:
+def slope(cheap: Point, costly: Point) -> float:
     """In logarithms."""
-    return math.log(end.loss / start.loss) / math.log(end.cost / start.cost)
+    return math.log(costly.loss / cheap.loss) / math.log(costly.cost / cheap.cost)
 
 
 def at(curve: Sequence[Point], cost: float) -> float | None:
     """The loss of a front at a cost, linear in logarithms between two points; before the first and
     beyond the last there is none.
 
-    >>> start, end = Point(1, 4.0), Point(4, 1.0)
-    >>> round(at([start, end], 2), 3), at([start], 8), at([start], 0.5)
+    >>> cheap, costly = Point(1, 4.0), Point(4, 1.0)
+    >>> round(at([cheap, costly], 2), 3), at([cheap], 8), at([cheap], 0.5)
     (2.0, None, None)
     """
     if not curve or cost < curve[0].cost:
         return None
     if len(curve) == 1 and cost == curve[0].cost:
         return curve[0].loss
-    for start, end in pairwise(curve):
-        if cost <= end.cost:
-            return float(start.loss * (cost / start.cost) ** slope(start, end))
+    for cheap, costly in pairwise(curve):
+        if cost <= costly.cost:
+            return float(cheap.loss * (cost / cheap.cost) ** slope(cheap, costly))
     return None
 
 
@@ -446,9 +453,9 @@ def needed(curve: Sequence[Point], loss: float) -> float:
     """
     if curve and curve[0].loss <= loss:
         return curve[0].cost
-    for start, end in pairwise(curve):
-        if end.loss <= loss:
-            return float(start.cost * (loss / start.loss) ** (1 / slope(start, end)))
+    for cheap, costly in pairwise(curve):
+        if costly.loss <= loss:
+            return float(cheap.cost * (loss / cheap.loss) ** (1 / slope(cheap, costly)))
     return math.inf
 
 
@@ -469,12 +476,12 @@ def sooner(table: Sequence[Row], setup: str, ours: Row) -> list[float]:
 
 
 def rates(result: Row) -> str:
-    """A table of docs/optimizers.md: the best lr of each width, and other_lr."""
+    """A table of docs/optimizers.md: the best lr and other_lr of each width, by optimizer."""
     cells: dict[tuple[str, str], str] = {}
-    for row in sorted(result["table"], key=lambda row: row["width"]):
+    for row in result["table"]:
         if has_two_rates(row):
             place = (f"{row['setup']}, {row['width']}", name_of(row))
-            cells[place] = ", ".join(report.rate(row[name]) for name in START)
+            cells[place] = f"{report.rate(row['lr'])}, {report.rate(row['other_lr'])}"
     return report.pivot(dict(sorted(cells.items())))
 
 

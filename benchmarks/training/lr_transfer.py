@@ -17,7 +17,6 @@ head, in the structured models and in the dense one.
 from collections import defaultdict
 from itertools import chain, product
 from statistics import fmean
-from typing import Any
 
 import torch
 from torch import nn
@@ -58,8 +57,8 @@ LEVEL = 1.05  # a ratio of losses up to which docs/optimizers.md says "at most 5
 
 def rules_of(job: Row) -> list[str]:
     """For dense both rules are the same."""
-    rules = RULES[job["structure"] == "dense" :]
-    return [rule + head for head in ("", HEAD) for rule in rules]
+    rules = RULES[1:] if job["structure"] == "dense" else RULES
+    return [rule + head for head, rule in product(("", HEAD), rules)]
 
 
 def mlp(structure: str, width: int) -> nn.Sequential:
@@ -79,9 +78,11 @@ def make_optimizer(model: nn.Module, lr: float, width: int, rule: str) -> torch.
 def train(structure: str, width: int, rule: str, lr: float, seed: int, steps: int) -> Row:
     """The final loss on all images, and the RMS change of the last hidden features."""
     torch.manual_seed(seed)
-    model, task = mlp(structure, width), PlainDigits()
+    model = mlp(structure, width)
+    task = PlainDigits()
     features = model[:-1]
-    before, optimizer = features(task.x).detach(), make_optimizer(model, lr, width, rule)
+    before = features(task.x).detach()
+    optimizer = make_optimizer(model, lr, width, rule)
     final = training.train(model, optimizer, task, steps, batch=BATCH, schedule="constant")
     change = (features(task.x).detach() - before).square().mean().sqrt().item()
     return {"loss": final, "feature_change": training.finite(change)}
@@ -90,19 +91,18 @@ def train(structure: str, width: int, rule: str, lr: float, seed: int, steps: in
 def markdown(result: Row) -> str:
     """The table of docs/optimizers.md: log2 of the best learning rate over dense's at width 64."""
     widths = sorted(values(result["table"], "width"))
-    cells = {
-        (row["structure"], row["width"], row["rule"]): f"{row['shift']:+.0f}"
-        for row in result["table"]
-    }
+    shifts_by_place = {}
+    for row in result["table"]:
+        shifts_by_place[row["structure"], row["rule"], row["width"]] = f"{row['shift']:+.0f}"
     columns = [*product(RULES, widths)]
-    lines = [
-        [name, *(cells.get((name, width, rule), "-") for rule, width in columns)]
-        for name in STRUCTURES
-    ]
+    lines = []
+    for name in STRUCTURES:
+        cells = [shifts_by_place.get((name, *column), "-") for column in columns]
+        lines.append([name, *cells])
     for statistic in ("mean", "largest"):
-        found = result[f"{statistic}_shift"]
-        numbers = [f"{found[rule]:.2f}" if width == widths[0] else "" for rule, width in columns]
-        lines.append([f"{statistic} distance, all structures and widths", *numbers])
+        distance = result[f"{statistic}_shift"]
+        cells = [f"{distance[rule]:.2f}" if width == widths[0] else "" for rule, width in columns]
+        lines.append([f"{statistic} distance, all structures and widths", *cells])
     names = {"naive": "naive", "aware": "our rule"}
     return table(["", *(f"{names[rule]} {width}" for rule, width in columns)], lines)
 
@@ -112,33 +112,41 @@ def tuned_losses(result: Row) -> str:
     rows = result["table"]
     widths = sorted(values(rows, "width"))
     lines = []
-    for structure in [name for name in STRUCTURES if name != "dense"]:
-        ratios = []
+    for structure in STRUCTURES:
+        if structure == "dense":
+            continue
+        cells = [structure]
         for kind, width in product(("best_loss", "loss_at_reference_lr"), widths):
-            of = [one(rows, structure=structure, width=width, rule=rule) for rule in RULES]
-            ratios.append(f"{of[0][kind] / of[1][kind]:.2f}")
-        lines.append([structure, *ratios])
+            naive = one(rows, structure=structure, width=width, rule="naive")
+            aware = one(rows, structure=structure, width=width, rule="aware")
+            cells.append(f"{naive[kind] / aware[kind]:.2f}")
+        lines.append(cells)
     titles = [f"tuned, {w}" for w in widths] + [f"dense's rate, {w}" for w in widths]
     return table(["", *titles], lines)
 
 
-def compare_rules(result: Row, rule: str, other: str, kind: str = "best_loss") -> dict[int, Any]:
-    """Width -> for each structure the loss with `rule` over that with `other`."""
-    rows, found = result["table"], defaultdict(list)
+def compare_rules(
+    result: Row, rule: str, compared: str, kind: str = "best_loss"
+) -> dict[int, list[float]]:
+    """Width -> for each structure the loss with `rule` over that with `compared`."""
+    rows = result["table"]
+    ratios = defaultdict(list)
     for row in select(rows, rule="naive"):
         if row["structure"] != "dense":
-            where = {name: row[name] for name in ("structure", "width")}
-            pair = [one(rows, **where, rule=each)[kind] for each in (rule, other)]
-            found[row["width"]].append(pair[0] / pair[1])
-    return found
+            place = {name: row[name] for name in ("structure", "width")}
+            loss = one(rows, **place, rule=rule)[kind]
+            ratios[row["width"]].append(loss / one(rows, **place, rule=compared)[kind])
+    return ratios
 
 
 def numbers(result: Row) -> dict[str, str]:
-    mean, largest = result["mean_shift"], result["largest_shift"]
+    mean = result["mean_shift"]
+    largest = result["largest_shift"]
     tuned = [*chain(*compare_rules(result, "aware", "naive").values())]
-    kept = compare_rules(result, "aware", "naive", "loss_at_reference_lr")
-    won = {width: sum(ratio < 1 for ratio in ratios) for width, ratios in kept.items()}
-    found = {
+    won = {}  # width -> how many structures have the lower loss by our rule, at dense's rate
+    for width, ratios in compare_rules(result, "aware", "naive", "loss_at_reference_lr").items():
+        won[width] = sum(ratio < 1 for ratio in ratios)
+    texts = {
         "rates.cases": str(len(tuned)),
         "rates.naive_wins": str(sum(ratio > 1 for ratio in tuned)),
         "rates.naive_by": f"{max(tuned):.1f}",
@@ -149,16 +157,16 @@ def numbers(result: Row) -> dict[str, str]:
         "rates.naive_head_mean": f"{mean['naive' + HEAD]:.2f}",
     }
     for rule in RULES:
-        found |= {f"rates.{rule}_mean": f"{mean[rule]:.2f}"}
-        found |= {f"rates.{rule}_factor": f"{2 ** largest[rule]:.0f}"}
+        texts[f"rates.{rule}_mean"] = f"{mean[rule]:.2f}"
+        texts[f"rates.{rule}_factor"] = f"{2 ** largest[rule]:.0f}"
         for name, structure in (("lowrank", "low-rank"), ("monarch", "Monarch")):
             rows = select(result["table"], structure=structure, rule=rule)
-            found[f"rates.{rule}_{name}"] = f"{fmean(abs(row['shift']) for row in rows):.2f}"
-    for name, other in (("head", "naive"), ("heads", "naive" + HEAD)):
-        ratios = [*chain(*compare_rules(result, "aware" + HEAD, other).values())]
-        found[f"rates.{name}_wins"] = str(sum(each <= 1 for each in ratios))
-        found[f"rates.{name}_level"] = str(sum(1 < each <= LEVEL for each in ratios))
-    return found
+            texts[f"rates.{rule}_{name}"] = f"{fmean(abs(row['shift']) for row in rows):.2f}"
+    for name, compared in (("head", "naive"), ("heads", "naive" + HEAD)):
+        ratios = [*chain(*compare_rules(result, "aware" + HEAD, compared).values())]
+        texts[f"rates.{name}_wins"] = str(sum(ratio <= 1 for ratio in ratios))
+        texts[f"rates.{name}_level"] = str(sum(1 < ratio <= LEVEL for ratio in ratios))
+    return texts
 
 
 def distances(result: Row, structure: str, width: int, rule: str) -> list[float]:
@@ -167,11 +175,12 @@ def distances(result: Row, structure: str, width: int, rule: str) -> list[float]
     rows = result["rows"]
     ours = select(rows, structure=structure, width=width, rule=rule)
     dense = select(rows, structure="dense", width=BASE_WIDTH, rule="aware")
-    found = []
+    by_seed = []
     for seed in seeds_of(dense):
-        curves = [curve_of_rates(select(each, seed=seed)) for each in (ours, dense)]
-        found.append(optimum(curves[0]) - optimum(curves[1]))
-    return found
+        curve = curve_of_rates(select(ours, seed=seed))
+        dense_curve = curve_of_rates(select(dense, seed=seed))
+        by_seed.append(optimum(curve) - optimum(dense_curve))
+    return by_seed
 
 
 def structures_of(result: Row) -> list[str]:
@@ -188,32 +197,39 @@ def from_dense(result: Row, rule: str) -> list[Estimate]:
 def nearer(result: Row) -> dict[str, Estimate]:
     """Structure -> by how many factors of 2 our rule's best rates are nearer to dense's than the
     naive rule's: the mean over the widths, with its interval over the seeds."""
-    found = {}
+    estimates = {}
     for structure in structures_of(result):
-        by_rule = []
-        for rule in RULES:
-            by_width = [
-                [abs(each) for each in distances(result, structure, width, rule)]
-                for width in values(result["rows"], "width")
-            ]
-            by_rule.append([fmean(of_seed) for of_seed in zip(*by_width, strict=True)])
-        found[structure] = differences(*by_rule)
-    return found
+        naive = mean_distances(result, structure, "naive")
+        estimates[structure] = differences(naive, mean_distances(result, structure, "aware"))
+    return estimates
+
+
+def mean_distances(result: Row, structure: str, rule: str) -> list[float]:
+    """The mean over the widths of `distances` without their signs, seed by seed."""
+    by_width = []
+    for width in values(result["rows"], "width"):
+        by_width.append([*map(abs, distances(result, structure, width, rule))])
+    return [*map(fmean, zip(*by_width, strict=True))]
 
 
 def judge_rates(result: Row) -> tuple[Holds, str]:
     """Every structure's best rate at every width is within a factor of 2 of dense's; and without
     the rule every structure's is further away."""
-    aware = [within(each, 1.0) for each in from_dense(result, "aware")]
-    naive = [within(each, 1.0) for each in from_dense(result, "naive")]
-    said = [
-        f"within a factor of 2 at {held.count(True)} of {len(held)} structures and widths, beyond "
-        f"at {held.count(False)}, undecided at {held.count(None)} {of}"
-        for held, of in ((aware, "with the rule"), (naive, "without it"))
-    ]
+    aware = [within(estimate, 1.0) for estimate in from_dense(result, "aware")]
+    naive = [within(estimate, 1.0) for estimate in from_dense(result, "naive")]
     closer = nearer(result)
-    said.append("by how many factors of 2 the rule is nearer: " + listed(closer, number))
-    return [*aware, *map(above, closer.values())], "; ".join(said)
+    words = (
+        f"{describe_verdicts(aware)} with the rule; {describe_verdicts(naive)} without it; "
+        f"by how many factors of 2 the rule is nearer: {listed(closer, number)}"
+    )
+    return [*aware, *map(above, closer.values())], words
+
+
+def describe_verdicts(holds: list[bool | None]) -> str:
+    return (
+        f"within a factor of 2 at {holds.count(True)} of {len(holds)} structures and widths, "
+        f"beyond at {holds.count(False)}, undecided at {holds.count(None)}"
+    )
 
 
 CLAIM = Claim(

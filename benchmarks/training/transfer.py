@@ -27,7 +27,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -52,7 +53,8 @@ from structlin.optim import Depth, Muon, Normed, param_groups
 
 STRUCTURES = [name for name in lr_transfer.STRUCTURES if name != "TT r=4"]
 FEW = ["dense", "BTT r=1"]  # for batch, duration, the control and alpha
-WIDTHS, DEPTHS = [64, 256, 1024], [2, 6, 16]
+WIDTHS = [64, 256, 1024]
+DEPTHS = [2, 6, 16]
 BASE = {"width": 64, "depth": 2, "batch": 64, "steps": 50}
 AXES = {"batch": [16, 64, 256], "steps": [25, 50, 100, 200]}
 OTHER_LR = 2.0**-9  # of Muon's biases and norms
@@ -63,11 +65,14 @@ class Block(nn.Module):
 
     def __init__(self, width: int, multiplier: float) -> None:
         super().__init__()
-        self.norm, self.multiplier = nn.LayerNorm(width), multiplier
-        self.fc1, self.fc2 = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
+        self.multiplier = multiplier
+        self.fc1 = nn.Linear(width, width)
+        self.fc2 = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.multiplier * self.fc2(F.relu(self.fc1(self.norm(x))))
+        h = F.relu(self.fc1(self.norm(x)))
+        return x + self.multiplier * self.fc2(h)
 
 
 class ResMLP(nn.Module):
@@ -75,7 +80,8 @@ class ResMLP(nn.Module):
         super().__init__()
         self.embed = nn.Linear(64, width)
         self.blocks = nn.ModuleList(Block(width, multiplier) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 10)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -101,7 +107,7 @@ def adamw(
 def muon(
     model: nn.Module, lr: float, width: int, alpha: float, **options: Any
 ) -> torch.optim.Optimizer:
-    return Muon(model, lr, other_lr=OTHER_LR, dualize="all", **_rules(width, alpha), **options)
+    return Muon(model, lr, other_lr=OTHER_LR, matrices="all", **_rules(width, alpha), **options)
 
 
 def _rules(width: int, alpha: float) -> dict[str, Any]:
@@ -119,12 +125,15 @@ class PowerNormed(Normed):
         weight = self._roster.weights[parameter]
         if weight.kind != "matrix":
             return super()._norms([parameter], [update])[0]
-        x, state = update if update.ndim == 3 else update[None], self.state[parameter]
+        x = update if update.ndim == 3 else update[None]  # (batch, m, n)
+        state = self.state[parameter]
         if "singular_vector" not in state:
             seeded = torch.Generator().manual_seed(0)
             start = torch.randn(x.shape[0], x.shape[2], 1, generator=seeded, dtype=torch.float64)
             state["singular_vector"] = start.to(x.dtype)
-        right, norm = state["singular_vector"], x.new_zeros(len(x))
+        # twice v <- X^T u with u = X v / |X v|; then |v| is the norm from below, and v is v / |v|
+        right = state["singular_vector"]
+        norm = x.new_zeros(len(x))
         for _ in range(2):
             right = x.mT @ nn.functional.normalize(x @ right, dim=1)  # (batch, n, 1)
             norm = right.norm(dim=1)[:, 0]  # (batch,)
@@ -156,16 +165,17 @@ class Method:
     alpha: float = 1.0
 
 
+def by_power(weight_decay: float) -> Method:
+    return Method(partial(normed, kind=PowerNormed, weight_decay=weight_decay), 2.0**-4)
+
+
 POWER = "Normed, power"  # two power iterations
 DECAYS = {POWER: 0.0, f"{POWER}, decay 1/16": 2.0**-4, f"{POWER}, decay 1/4": 2.0**-2}
 METHODS = {
     "AdamW": Method(adamw, 2.0**-7),
     "Muon": Method(muon, 2.0**-4),
     "Normed": Method(partial(normed, kind=Normed), 2.0**-4),
-    **{
-        name: Method(partial(normed, kind=PowerNormed, weight_decay=decay), 2.0**-4)
-        for name, decay in DECAYS.items()
-    },
+    **{name: by_power(decay) for name, decay in DECAYS.items()},
     "plain AdamW": Method(plain, 2.0**-7, alpha=0.0),
     "AdamW, alpha 1/2": Method(adamw, 2.0**-7, alpha=0.5),
     "Muon, alpha 1/2": Method(muon, 2.0**-4, alpha=0.5),
@@ -185,11 +195,12 @@ def train(
     seed: int,
 ) -> Row:
     """The final loss on all images."""
-    how = METHODS[method]
-    model = build_model(structure, width, depth, seed, how.alpha)
-    optimizer = how.make(model, lr, width, alpha=how.alpha or 1.0)
-    options = {"batch": batch, "schedule": "linear"}
-    return {"loss": training.train(model, optimizer, PlainDigits(seed), steps, **options)}
+    alpha = METHODS[method].alpha
+    model = build_model(structure, width, depth, seed, alpha)
+    optimizer = METHODS[method].make(model, lr, width, alpha=alpha or 1.0)
+    task = PlainDigits(seed)
+    loss = training.train(model, optimizer, task, steps, batch=batch, schedule="linear")
+    return {"loss": loss}
 
 
 # ---- the search ----------------------------------------------------------------------------------
@@ -198,10 +209,10 @@ def train(
 def plan(axes: Mapping[str, Axis]) -> list[Job]:
     """All points of the structures and methods in `axes`, the cheap ones first."""
 
-    def points(structures: Iterable[str], methods: Iterable[str], **more: Any) -> list[Job]:
+    def points(structures: Iterable[str], methods: Iterable[str], **varied: Any) -> list[Job]:
         names = {"structure": [*structures], "method": [*methods]}
-        around = {name: [value] for name, value in BASE.items()}
-        return [*combinations(names | around | more)]
+        base = {name: [value] for name, value in BASE.items()}
+        return [*combinations(names | base | varied)]
 
     grid = {"width": axes["width"], "depth": axes["depth"]}
     jobs = points(STRUCTURES, dict.fromkeys([*GRID, *DECAYS]), **grid)
@@ -218,8 +229,9 @@ def plan(axes: Mapping[str, Axis]) -> list[Job]:
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     """The base points, and then the others, from the best rate of theirs."""
     jobs = plan(axes)
-    is_base = [job for job in jobs if _is_base(job)]
-    for chosen in (is_base, [job for job in jobs if job not in is_base]):
+    base_jobs = [job for job in jobs if _is_base(job)]
+    later_jobs = [job for job in jobs if not _is_base(job)]
+    for chosen in (base_jobs, later_jobs):
         places = [(job, start_of(job, runs.all())) for job in chosen]
         climb(runs, places, next_rates, axes["seed"], 1 if runs.options.smoke else 100)
     return runs.all()
@@ -232,7 +244,9 @@ def start_of(job: Job, rows: Iterable[Row]) -> float:
 
 def next_rates(rows: list[Row], start: float) -> list[Job]:
     curve = curve_of_rates(rows)
-    rates = untried(curve, start) or [start] * (start not in curve)
+    rates = untried(curve, start)
+    if not rates and start not in curve:
+        rates = [start]
     return [{"lr": lr} for lr in rates]
 
 
@@ -243,33 +257,33 @@ def summarise(rows: Iterable[Row]) -> list[Row]:
     """A row for each structure, method and point: log2 of the best rate, by how much it lies off
     the base point's, the same over the seeds, and the loss at the base point's best rate over that
     at the point's own (None: it diverges)."""
-    found: dict[tuple[str, str], dict[tuple[int, ...], list[Row]]] = defaultdict(dict)
+    groups: dict[tuple[str, str], dict[tuple[int, ...], list[Row]]] = defaultdict(dict)
     for row in rows:
-        points = found[row["structure"], row["method"]]
+        points = groups[row["structure"], row["method"]]
         points.setdefault(tuple(row[name] for name in BASE), []).append(row)
-    result = []
-    for (structure, method), points in found.items():
+    summary = []
+    for (structure, method), points in groups.items():
         base = points[tuple(BASE.values())]
-        kept, origin, origins = best(curve_of_rates(base)), _optimum(base), _optima(base)
-        for point, members in points.items():
-            losses, vertex = curve_of_rates(members), _optimum(members)
-            least = losses[best(losses)]
-            cost = losses.get(kept, math.inf) / least
-            moved = [a - b for a, b in zip(_optima(members), origins, strict=True)]
-            result.append(
+        base_rate = best(curve_of_rates(base))
+        for point, runs in points.items():
+            curve = curve_of_rates(runs)
+            least = curve[best(curve)]
+            cost = curve.get(base_rate, math.inf) / least
+            by_seed = [a - b for a, b in zip(_optima(runs), _optima(base), strict=True)]
+            summary.append(
                 {
                     "structure": structure,
                     "method": method,
                     **dict(zip(BASE, point, strict=True)),
-                    "optimum": vertex,
-                    "shift": vertex - origin,
-                    "over seeds": student(moved),
+                    "optimum": optimum(curve),
+                    "shift": optimum(curve) - _optimum(base),
+                    "over seeds": student(by_seed),
                     "cost": cost if math.isfinite(cost) else None,
-                    "bracketed": min(losses) < best(losses) < max(losses),
+                    "bracketed": min(curve) < best(curve) < max(curve),
                     "loss": least,
                 }
             )
-    return result
+    return summary
 
 
 def _optimum(rows: Iterable[Row]) -> float:
@@ -287,15 +301,20 @@ def on_grid(summary: Iterable[Row], method: str) -> list[Row]:
     return select(summary, **usual)
 
 
-def largest(summary: list[Row], method: str) -> tuple[float, float]:
+class Farthest(NamedTuple):
     """By how many factors of 2 the best rate of a method lies off the base point at most, over
-    widths, depths and structures: off each structure's own, and off dense's."""
+    widths, depths and structures."""
+
+    off_itself: float  #: the same structure at the base point
+    off_dense: float
+
+
+def largest(summary: list[Row], method: str) -> Farthest:
     chosen = on_grid(summary, method)
     (origin,) = select(chosen, **BASE | {"structure": "dense"})
-    return (
-        max(abs(row["shift"]) for row in chosen),
-        max(abs(row["optimum"] - origin["optimum"]) for row in chosen),
-    )
+    off_itself = max(abs(row["shift"]) for row in chosen)
+    off_dense = max(abs(row["optimum"] - origin["optimum"]) for row in chosen)
+    return Farthest(off_itself, off_dense)
 
 
 # ---- tables and the plot -------------------------------------------------------------------------
@@ -309,12 +328,21 @@ def farthest(result: Row) -> str:
         rows = on_grid(result["summary"], method)
         if not rows:
             continue
-        own, dense = largest(rows, method)
-        away = [row["over seeds"] for row in rows if not _is_base(row)]
-        shown = sum(map(is_sure, rows))
-        near = sum(abs(row["shift"]) <= 0.5 for row in rows if not _is_base(row))
-        cells = [f"{near} of {len(away)}", f"{own:.2f}", "yes" if own <= 0.5 else "**no**"]
-        lines.append([method, *cells, f"{shown} of {len(away)}", f"{dense:.2f}"])
+        off_itself, off_dense = largest(rows, method)
+        points = [row for row in rows if not _is_base(row)]
+        sure = sum(map(is_sure, points))
+        within = sum(abs(row["shift"]) <= 0.5 for row in points)
+        verdict = "yes" if off_itself <= 0.5 else "**no**"
+        lines.append(
+            [
+                method,
+                f"{within} of {len(points)}",
+                f"{off_itself:.2f}",
+                verdict,
+                f"{sure} of {len(points)}",
+                f"{off_dense:.2f}",
+            ]
+        )
     titles = ["points within sqrt 2", "at most", "all within", "interval too", "off dense's"]
     return table(["", *titles], lines)
 
@@ -322,11 +350,15 @@ def farthest(result: Row) -> str:
 def best_decays(summary: Iterable[Row]) -> list[float]:
     """At each structure and point of the grid the decay of the least loss, each at its best
     rate."""
-    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    points: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in select(summary, batch=BASE["batch"], steps=BASE["steps"]):
         if row["method"] in DECAYS:
-            found[row["structure"], row["width"], row["depth"]].append(row)
-    return [DECAYS[min(rows, key=lambda row: row["loss"])["method"]] for rows in found.values()]
+            points[row["structure"], row["width"], row["depth"]].append(row)
+    decays = []
+    for rows in points.values():
+        best_row = min(rows, key=lambda row: row["loss"])
+        decays.append(DECAYS[best_row["method"]])
+    return decays
 
 
 def _is_base(row: Row) -> bool:
@@ -336,16 +368,22 @@ def _is_base(row: Row) -> bool:
 def shifts(result: Row, methods: Iterable[str], name: str) -> str:
     """The table of docs/transfer.md: the best rate of `methods` at the base point, and its shift
     where `name` differs from there; "kept" is the largest cost of the base point's rate."""
-    rows = select(result["summary"], **{each: BASE[each] for each in BASE if each != name})
-    away = [row for method in methods for row in select(rows, method=method) if not _is_base(row)]
-    points, lines = sorted({row[name] for row in away}), []
-    for method, structure in dict.fromkeys((row["method"], row["structure"]) for row in away):
-        found = select(rows, **{"method": method, "structure": structure})
-        at = {row[name]: row for row in found}
-        moved = [f"{at[point]['shift']:+.2f}" if point in at else "not run" for point in points]
-        costs = [row["cost"] for row in found]
-        kept = "diverges" if None in costs else f"{max(costs):.2f}"
-        lines.append([f"{structure}, {method}", f"{at[BASE[name]]['optimum']:.2f}", *moved, kept])
+    fixed = {axis: value for axis, value in BASE.items() if axis != name}
+    methods = [*methods]
+    rows = [row for row in select(result["summary"], **fixed) if row["method"] in methods]
+    rows.sort(key=lambda row: methods.index(row["method"]))
+    moved_rows = [row for row in rows if not _is_base(row)]
+    points = sorted({row[name] for row in moved_rows})
+    lines = []
+    for method, structure in dict.fromkeys((row["method"], row["structure"]) for row in moved_rows):
+        chosen = select(rows, method=method, structure=structure)
+        at = {row[name]: row for row in chosen}
+        cells = [f"{structure}, {method}", f"{at[BASE[name]]['optimum']:.2f}"]
+        for point in points:
+            cells.append(f"{at[point]['shift']:+.2f}" if point in at else "not run")
+        costs = [row["cost"] for row in chosen]
+        cells.append("diverges" if None in costs else f"{max(costs):.2f}")
+        lines.append(cells)
     return table(["", "base point", *(f"{name} {point}" for point in points), "kept"], lines)
 
 
@@ -353,17 +391,16 @@ def numbers(result: Row) -> dict[str, str]:
     summary = result["summary"]
     grid = {method: on_grid(summary, method) for method in METHODS}
     costs = {"normed": "Normed", "power": POWER, "adamw": "AdamW", "muon": "Muon"}
-    found = {
-        f"transfer.cost_{name}": f"{max(row['cost'] for row in grid[method]):.2f}"
-        for name, method in costs.items()
-    }
+    texts = {}
+    for name, method in costs.items():
+        texts[f"transfer.cost_{name}"] = f"{max(row['cost'] for row in grid[method]):.2f}"
     for name, structure in (("dense", "dense"), ("btt", "BTT r=1")):
         for rule, method, digits in (("ruled", "AdamW", 2), ("control", "plain AdamW", 1)):
             shifts = [abs(row["shift"]) for row in select(grid[method], structure=structure)]
-            found[f"transfer.{rule}_{name}"] = f"{max(shifts):.{digits}f}"
+            texts[f"transfer.{rule}_{name}"] = f"{max(shifts):.{digits}f}"
     for name, method in (("normed", "Normed"), ("adamw", "AdamW"), ("muon", "Muon")):
-        found[f"transfer.sure_{name}"] = str(sum(map(is_sure, grid[method])))
-    return found | {
+        texts[f"transfer.sure_{name}"] = str(sum(map(is_sure, grid[method])))
+    return texts | {
         "transfer.points": str(len(grid["Normed"])),
         "transfer.adamw_far": str(len(far(summary, "AdamW"))),
         "transfer.muon_far": str(len(far(summary, "Muon"))),
@@ -422,7 +459,7 @@ EXPERIMENT = Experiment(
     design=design,
     analyse=lambda rows: {"summary": summarise(rows)},
     draw=lambda result: figures.rates(
-        [row for method in (*GRID, "plain AdamW") for row in on_grid(result["rows"], method)],
+        [*chain.from_iterable(on_grid(result["rows"], name) for name in (*GRID, "plain AdamW"))],
         panel=["structure", "method"],
         line=["width", "depth"],
     ),

@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 
 from .._model.calls import eval_mode, find_tensors
-from .._structure.arguments import checked, warn
+from .._structure.arguments import MAX_STEPS, Range, checked, warn
 from ..duality import promote
 from ..optim._groups import param_groups
 from .padding import select_rows
@@ -40,7 +40,7 @@ def distill(
     teacher: nn.Module,
     batches: Iterable[Any],
     *,
-    steps: int,
+    steps: Annotated[int, Range(1, MAX_STEPS)],
     lr: float = 1e-4,
     held_out: Iterable[Any] | None = None,
     logits: bool | None = None,

@@ -249,11 +249,19 @@ def take_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 
 
 @torch.no_grad()
-def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[Any]) -> Replay:
+def observe(
+    model: nn.Module,
+    layers: Collection[nn.Module],
+    batches: Iterable[Any],
+    original: Replica | None = None,
+) -> Replay:
     """Run the model over batches, in eval mode and without gradients, to find its order.
 
     A few batches are enough where the model comes through its layers in one order for all of
     those; otherwise all are run.
+
+    Args:
+        original: the replica of which runs have replicas; None: of the model as it is.
 
     Raises:
         TypeError: `batches` is a single batch, or not iterable.
@@ -269,7 +277,7 @@ def observe(model: nn.Module, layers: Collection[nn.Module], batches: Iterable[A
     calls = [prepare_call(model, batch) for batch in batches]
     if not calls:
         raise ValueError("batches has no batch; a generator can be read only once")
-    replay = Replay(model, calls)
+    replay = Replay(model, calls, original=original)  # type: ignore[arg-type]
 
     def find_order(call: Call) -> list[nn.Module]:
         order: list[nn.Module] = []

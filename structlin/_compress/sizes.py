@@ -29,6 +29,18 @@ TOLERANCE = 0.25  # of a ratio: a block within it is as predicted
 CHECKED_CALLS = 4  # about, of those that the covariances are measured on
 
 
+def check_keep(name: str, keep: Any) -> float | None:
+    is_number = isinstance(keep, int | float) and not isinstance(keep, bool)
+    if keep is not None and not (is_number and 0 < keep <= 1):
+        kind = ValueError if is_number else TypeError
+        raise kind(
+            f"{name}={keep!r} must be a fraction above 0 and at most 1, or None, which keeps the "
+            "structure's own size"
+        )
+    fraction: float | None = keep
+    return fraction
+
+
 @dataclass(frozen=True)
 class Share:
     """What `compress` keeps, see there."""
@@ -38,16 +50,10 @@ class Share:
     allocation: str = "sensitivity"
 
     def __post_init__(self) -> None:
-        keep = self.keep
-        is_number = isinstance(keep, int | float) and not isinstance(keep, bool)
-        if keep is not None and (not is_number or not 0 < keep <= 1):
-            raise ValueError(
-                f"keep={keep!r} must be a fraction above 0 and at most 1, or None, which keeps "
-                "the structure's own size"
-            )
+        check_keep("keep", self.keep)
         require_choice("count", self.count, COUNTS)
         require_choice("allocation", self.allocation, ("sensitivity", "error"))
-        if keep is None and self.count != "params":
+        if self.keep is None and self.count != "params":
             raise ValueError(f"count={self.count!r} goes with a fraction to keep, say keep=0.5")
 
 
@@ -83,6 +89,8 @@ def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
                 "keeps it as it is, and a family such as LowRank(rank=1) has sizes"
             )
         sizes = list_sizes(structure, layer.in_features, layer.out_features, share.count)
+        if layer.count > 1:  # all matrices of experts get the same
+            sizes = tuple(size._replace(cost=size.cost * layer.count) for size in sizes)
         offers.append(Offer(layer, sizes))
         if len(sizes) == 1:  # dense alone
             kind = type(structure.of if isinstance(structure, Split) else structure).__name__

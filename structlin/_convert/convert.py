@@ -1,16 +1,17 @@
 """Any model of linear layers -> structured, in place. Nothing here has to do with data."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from .._model.decide import Spec, decide, list_targets, require_matrices
+from .._model.linears import Layer
 from .._model.select import Patterns
 from .._structure.arguments import checked, require_choice
 from .._structure.families import DEFAULT
 from ..scaling import INITS
-from .plan import Plan, check_values, project_by_weight, warn_of
+from .plan import Plan, Projection, check_values, project_by_weight, warn_of
 
 STARTS = ("match", *INITS, "project")  # how a converted layer may start
 
@@ -81,7 +82,17 @@ def convert(
     >>> sum(p.numel() for p in convert(model, BTT(rank=1)).parameters())  # dense: 33,088
     6464
     """
-    planned = plan(**locals())
+    planned = plan(
+        model,
+        structure,
+        include=include,
+        exclude=exclude,
+        overrides=overrides,
+        init=init,
+        weight_norm=weight_norm,
+        zero_init=zero_init,
+        untie=untie,
+    )
     warn_of(planned)
     return planned.apply()
 
@@ -116,14 +127,19 @@ def plan(
         2   1   other   256 -> 64   LowRank(rank=8)    2,560    15.6%         5,120    15.6%
     """
     require_choice("init", init, STARTS)
-    selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
-    decisions = decide(model, structure, zero_init=zero_init, untie=untie, **selection)
-    targets, found = list_targets(decisions), {}
-    for layer, _ in targets if init == "match" else ():
-        if not layer.matrix.is_meta and not layer.matrix.float().norm().isfinite():
-            raise ValueError(
-                f"init='match': the weight of layer {layer.name!r} is not finite; take init='mup'"
-            )
+    decisions = decide(
+        model,
+        structure,
+        include=include,
+        exclude=exclude,
+        overrides=overrides,
+        zero_init=zero_init,
+        untie=untie,
+    )
+    targets = list_targets(decisions)
+    projections: dict[str, Projection] = {}
+    if init == "match":
+        _check_norms(layer for layer, _ in targets)
     if init == "project":
         if any(decision.zero_init for decision in decisions):
             raise ValueError(
@@ -131,6 +147,15 @@ def plan(
             )
         require_matrices(decisions, "init='project'")
         check_values([layer for layer, _ in targets])
-        found = {layer.name: project_by_weight(layer, new) for layer, new in targets}
-    options: dict[str, Any] = {"init": init, "weight_norm": weight_norm, "untie": untie}
-    return Plan(model, decisions, found, **options)
+        for layer, new_structure in targets:
+            projections[layer.name] = project_by_weight(layer, new_structure)
+    return Plan(model, decisions, projections, init=init, weight_norm=weight_norm, untie=untie)
+
+
+def _check_norms(layers: Iterable[Layer]) -> None:
+    """Raises ValueError for a weight whose scale a new layer could not match."""
+    for layer in layers:
+        if not layer.matrix.is_meta and not layer.matrix.float().norm().isfinite():
+            raise ValueError(
+                f"init='match': the weight of layer {layer.name!r} is not finite; take init='mup'"
+            )

@@ -3,10 +3,10 @@
 from torch import nn
 
 from .._hosts.registry import find_declare
-from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
-from .._model.linears import build_dense_layer, linear_layers, replace_layers
+from .._model.linears import Replacement, build_dense_layer, replace_layers, structured_layers
 from .._model.obstacles import find_reason_to_keep, require_replaceable
+from .._model.stacks import build_dense_experts, find_reason_to_keep_experts, structured_experts
 from .._structure.arguments import checked
 
 
@@ -39,17 +39,22 @@ def densify(model: nn.Module) -> nn.Module:
     )
     """
     require_replaceable(model)
-    layers = {
-        layer.module: layer.names
-        for layer in linear_layers(model)
-        if isinstance(layer.module, StructuredLinear)
-    }
-    if not layers:
+    layers = structured_layers(model)
+    experts = structured_experts(model)
+    if not layers and not experts:
         raise ValueError(f"model={type(model).__name__} has no structured layer")
     declare = find_declare(model)
-    for layer, names in layers.items():
-        layer.structure.require_matrix(f"layer {names[0]!r}: densify")
-        if reason := find_reason_to_keep(layer, QuantizedLinear):
-            raise ValueError(f"layer {names[0]!r} {reason}")
-    dense = [(names, build_dense_layer(layer)) for layer, names in layers.items()]
-    return replace_layers(model, dense, lambda model, undo: declare(model))
+    for layer, module in layers:
+        module.structure.require_matrix(f"layer {layer.name!r}: densify")
+        reason = find_reason_to_keep(module, QuantizedLinear)
+        if reason:
+            raise ValueError(f"layer {layer.name!r} {reason}")
+    for stack, names in experts.items():
+        stack.structure.require_matrix(f"experts {names[0]!r}: densify")
+        reason = find_reason_to_keep_experts(stack)
+        if reason:
+            raise ValueError(f"experts {names[0]!r}: {reason}")
+    replacements = [Replacement(layer.names, build_dense_layer(module)) for layer, module in layers]
+    for stack, names in experts.items():
+        replacements.append(Replacement(names, build_dense_experts(stack)))
+    return replace_layers(model, replacements, lambda model, undo: declare(model))

@@ -1,15 +1,12 @@
 """`quantize`: structured layers in a quarter of their bytes, for inference."""
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from .._layer.linear import StructuredLinear, uninitialised
 from .._layer.quantized import QuantizedLinear
-from .._model.kinds import carry_attributes
-from .._model.linears import linear_layers, replace_layers
-from .._model.obstacles import find_reason_to_keep, require_replaceable
+from .._model.linears import Replacement, replace_layers, structured_layers
+from .._model.obstacles import carry_attributes, find_reason_to_keep, require_replaceable
 from .._model.select import Patterns, find_first, find_rules
 from .._structure.arguments import checked
 
@@ -51,51 +48,62 @@ def quantize(
     ('BTT(rank=1), int8', 262144, 73728)
     """
     require_replaceable(model)
-    layers = [
-        layer
-        for layer in linear_layers(model)
-        if isinstance(layer.module, StructuredLinear)
-        and not isinstance(layer.module, QuantizedLinear)
+    candidates = [
+        structured
+        for structured in structured_layers(model)
+        if not isinstance(structured.module, QuantizedLinear)
     ]
-    kind = f"model={type(model).__name__}"
-    if not layers:
+    if not candidates:
         raise ValueError(
-            f"{kind} has no structured layer with floating-point cores: convert or compress it"
+            f"model={type(model).__name__} has no structured layer with floating-point cores: "
+            "convert or compress it"
         )
+    layers = [structured.layer for structured in candidates]
     included = None if include is None else find_rules("include", include, layers, model)
     excluded = find_rules("exclude", exclude, layers, model)
-    chosen: dict[tuple[str, ...], StructuredLinear] = {}
-    for n, layer in enumerate(layers):
-        meant = included is None or find_first(included, n) is not None
-        if meant and find_first(excluded, n) is None:
-            assert isinstance(layer.module, StructuredLinear)
-            chosen[layer.names] = layer.module
-            if reason := _find_obstacle(layer.module):
-                raise ValueError(f"layer {layer.name!r} {reason}; exclude= leaves it as it is")
+    chosen = []
+    for n, (layer, module) in enumerate(candidates):
+        is_included = included is None or find_first(included, n) is not None
+        if not is_included or find_first(excluded, n) is not None:
+            continue
+        reason = _find_obstacle(module)
+        if reason:
+            raise ValueError(f"layer {layer.name!r} {reason}; exclude= leaves it as it is")
+        chosen.append((layer, module))
     if not chosen:
         raise ValueError(f"include={include!r}, exclude={exclude!r} leave no layer to quantize")
-    rounded = [(names, _round_layer(layer)) for names, layer in chosen.items()]
-    return replace_layers(model, rounded)
+    replacements = [Replacement(layer.names, _round_layer(module)) for layer, module in chosen]
+    return replace_layers(model, replacements)
 
 
 def _find_obstacle(layer: StructuredLinear) -> str:
     """Why the layer's cores cannot be rounded; empty if they can."""
-    if reason := find_reason_to_keep(layer):
+    reason = find_reason_to_keep(layer)
+    if reason:
         return reason
     if layer.cores[0].is_meta:
         return "has no values (meta)"
-    finite = all(core.isfinite().all() for core in layer.cores)
-    return "" if finite else "has cores that are not finite"
+    if not all(core.isfinite().all() for core in layer.cores):
+        return "has cores that are not finite"
+    return ""
 
 
 @torch.no_grad()
 def _round_layer(layer: StructuredLinear) -> StructuredLinear:
-    core, widths = layer.cores[0], (layer.in_features, layer.out_features)
-    options: dict[str, Any] = {"kind": QuantizedLinear, "bias": False, "init": layer.init}
-    options |= {"zero_init": layer.zero_init, "device": core.device, "dtype": core.dtype}
-    new = uninitialised(*widths, layer.structure, **options)
+    new = uninitialised(
+        layer.in_features,
+        layer.out_features,
+        layer.structure,
+        kind=QuantizedLinear,
+        bias=False,
+        init=layer.init,
+        zero_init=layer.zero_init,
+        device=layer.cores[0].device,
+        dtype=layer.cores[0].dtype,
+    )
     new.set_cores_(layer.effective_cores())
-    new.label, new.conv1d = layer.label, layer.conv1d
+    new.label = layer.label
+    new.conv1d = layer.conv1d
     new.bias = layer.bias
     carry_attributes(layer, new)
     return new.train(layer.training)

@@ -1,11 +1,9 @@
-"""Tables for people: `summary` of a model, and the small table that `convert.Plan` prints with."""
+"""`summary`: the linear layers of a model, row by row, against the same layers dense."""
 
-import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from io import StringIO
 from math import prod
 from statistics import median
 from time import perf_counter
@@ -14,101 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
 from .._model.linears import Layer, LooseMatrices, find_loose_matrices, linear_layers
 from .._model.parameters import parameters_of
-from .._structure.arguments import checked, require_positive
+from .._model.stacks import structured_experts
+from .._structure.arguments import checked
+from .._tables import Table, hide_numbers, name_group, percent
 
 ROUNDS = 9  # in which each layer is timed
-NUMBER = r"(?<![^.])\d+(?![^.])"  # a part of a dotted name that is a number
-
-
-class Table:
-    """A table whose text does not depend on the terminal: text left, numbers right. Needs rich."""
-
-    def __init__(self, *columns: str) -> None:
-        self.columns, self.rows = columns, list[tuple[str, ...]]()
-
-    def row(self, *cells: str) -> None:
-        self.rows.append((*cells, *[""] * (len(self.columns) - len(cells))))
-
-    def __str__(self) -> str:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table as RichTable
-
-        table = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-        for n, column in enumerate(self.columns):
-            numbers = all(re.match(r"[\d.,]*%?$", row[n]) for row in self.rows)
-            table.add_column(column, justify="right" if numbers else "left", no_wrap=True)
-        for row in self.rows:
-            table.add_row(*row)
-        text = StringIO()
-        # in a notebook rich would show HTML and leave the text empty, but for the last option
-        console = Console(
-            file=text, width=1000, color_system=None, markup=False, emoji=False, force_jupyter=False
-        )
-        console.print(table)
-        return "\n".join(line.rstrip() for line in text.getvalue().strip("\n").splitlines())
-
-
-def hide_numbers(name: str) -> str:
-    """A layer's name with `*` for each number, which equal layers of a model share.
-
-    >>> hide_numbers("h.11.mlp.fc1")
-    'h.*.mlp.fc1'
-    """
-    return re.sub(NUMBER, "*", name)
-
-
-def name_group(names: Sequence[str], alike: Sequence[str]) -> str:
-    """A short name for layers whose names differ in numbers alone.
-
-    Args:
-        names: of the layers.
-        alike: of all layers of the model whose names are the same but for numbers, `names` too.
-            Where `names` are not all of them, their numbers are given.
-
-    >>> layers = [f"h.{n}.mlp.fc1" for n in range(12)]
-    >>> name_group(layers, layers), name_group([*layers[:6], layers[9]], layers)
-    ('h.*.mlp.fc1', 'h.{0-5,9}.mlp.fc1')
-    """
-    if len(names) == 1:
-        return names[0]
-    pattern = hide_numbers(names[0])
-    if len(names) == len(alike):
-        return pattern
-    # one set of numbers for each `*` of the pattern
-    chosen = [set(numbers) for numbers in zip(*map(_find_numbers, names), strict=True)]
-    every = [set(numbers) for numbers in zip(*map(_find_numbers, alike), strict=True)]
-    short = pattern
-    for numbers, possible in zip(chosen, every, strict=True):
-        text = "\0" if numbers == possible else _shorten(numbers)  # \0: `*` that stays
-        short = short.replace("*", text, 1)
-    return short.replace("\0", "*")
-
-
-def _find_numbers(name: str) -> list[int]:
-    return [int(number) for number in re.findall(NUMBER, name)]
-
-
-def _shorten(numbers: Iterable[int]) -> str:
-    """Numbers as text, three and more in sequence as a range: `{0-5,9}`; one alone: `9`."""
-    runs: list[list[int]] = []
-    for number in sorted(numbers):
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    texts = []
-    for run in runs:
-        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else [str(number) for number in run]
-    return texts[0] if texts == [str(runs[0][0])] else f"{{{','.join(texts)}}}"
-
-
-def percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.1f}%"
 
 
 @dataclass(frozen=True)
@@ -185,37 +98,47 @@ class Summary:
         return _add(row.dense_seconds for row in self.rows)
 
     def __str__(self) -> str:
-        times = ["ms", "dense ms"] if self.seconds is not None else []
-        sizes = ["bytes"] if any(row.bytes != 4 * row.params for row in self.rows) else []
-        pads = ["padding"] if any(sum(row.padding) for row in self.rows) else []
-        counts = "params", "/dense", "FLOPs/token", "/dense"
-        table = Table("layer", "x", "in -> out", "structure", *counts, *sizes, *times, *pads)
+        columns = ["layer", "x", "in -> out", "structure", "params", "/dense"]
+        columns += ["FLOPs/token", "/dense"]
+        shows_bytes = any(row.bytes != 4 * row.params for row in self.rows)
+        if shows_bytes:
+            columns.append("bytes")
+        if self.seconds is not None:
+            columns += ["ms", "dense ms"]
+        if any(sum(row.padding) for row in self.rows):
+            columns.append("padding")
+        table = Table(*columns)
         for row in self.rows:
-            columns, rows = row.padding
-            wide, high = percent(columns, row.in_features), percent(rows, row.out_features)
-            last = [f"+{wide} in, +{high} out"] if columns + rows else []
-            first = row.name, f"{row.layers}", f"{row.in_features} -> {row.out_features}"
-            cells = _cells(row, row.dense_params, show_bytes=bool(sizes))
-            table.row(*first, row.structure, *cells, *last)
+            cells = [row.name, f"{row.layers}", f"{row.in_features} -> {row.out_features}"]
+            cells += [row.structure, *_count_cells(row, row.dense_params, shows_bytes)]
+            padding_in, padding_out = row.padding
+            if padding_in or padding_out:
+                wider = percent(padding_in, row.in_features)
+                higher = percent(padding_out, row.out_features)
+                cells.append(f"+{wider} in, +{higher} out")
+            table.row(*cells)
         layers = sum(row.layers for row in self.rows)
-        dense = sum(row.dense_params for row in self.rows)
-        cells = _cells(self, dense, show_bytes=bool(sizes))
+        dense_params = sum(row.dense_params for row in self.rows)
+        cells = _count_cells(self, dense_params, shows_bytes)
         table.row("linear layers", f"{layers}", "", "", *cells)
         for loose in self.loose:
-            what = f"{loose.role}: {loose.stepped_by}"
-            table.row(loose.name, loose.count, loose.size, what, f"{loose.params:,}")
-        others = self.other_params - sum(loose.params for loose in self.loose)
-        table.row("other parameters", "", "", "", f"{others:,}")
+            step = f"{loose.role}: {loose.stepped_by}"
+            table.row(loose.name, loose.count, loose.size, step, f"{loose.params:,}")
+        other_params = self.other_params - sum(loose.params for loose in self.loose)
+        table.row("other parameters", "", "", "", f"{other_params:,}")
         return str(table)
 
 
-def _cells(part: Row | Summary, dense: int, *, show_bytes: bool) -> list[str]:
-    """The cells from "params" to "dense ms"; `dense`: parameters of the same layers dense."""
-    params = f"{part.params:,}", percent(part.params, dense)
-    flops = f"{part.flops:,}", percent(part.flops, 2 * dense)
-    sizes = [f"{part.bytes:,}"] if show_bytes else []
-    times = [each for each in (part.seconds, part.dense_seconds) if each is not None]
-    return [*params, *flops, *sizes, *(f"{1e3 * each:.2f}" for each in times)]
+def _count_cells(layers: Row | Summary, dense_params: int, shows_bytes: bool) -> list[str]:
+    """The cells from "params" to "dense ms"; `dense_params`: of the same layers dense."""
+    cells = [f"{layers.params:,}", percent(layers.params, dense_params)]
+    cells += [f"{layers.flops:,}", percent(layers.flops, 2 * dense_params)]
+    if shows_bytes:
+        cells.append(f"{layers.bytes:,}")
+    for seconds in (layers.seconds, layers.dense_seconds):
+        if seconds is not None:
+            cells.append(f"{1e3 * seconds:.2f}")
+    return cells
 
 
 @checked
@@ -245,66 +168,114 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     linear layers      2                                  2,048    25.0%         4,096    25.0%
     other parameters                                        128
     """
-    if tokens is not None:
-        require_positive("tokens", tokens)
     layers = linear_layers(model)
     if not layers:
         raise ValueError(f"model={type(model).__name__} has no linear layer")
     merged: dict[tuple[object, ...], Row] = {}
+    names_of_pattern = defaultdict[str, list[str]](list)
     matrices = set[nn.Parameter]()
     for layer in layers:
-        own = (info for info in parameters_of(layer.module) if info.weight.kind == "matrix")
-        matrices.update(info.parameter for info in own)
+        infos = parameters_of(layer.module)
+        matrices.update(info.parameter for info in infos if info.weight.kind == "matrix")
         row = _describe(layer)
+        names_of_pattern[row.name].append(layer.name)
         key = (row.name, row.in_features, row.out_features, row.structure)
         if key in merged:
             merged[key] = _join(merged[key], row)
-            continue
-        seconds, dense = (None, None) if tokens is None else _time(layer, tokens)
-        merged[key] = replace(row, seconds=seconds, dense_seconds=dense)
-    alike = defaultdict[str, list[str]](list)
-    for layer in layers:
-        alike[hide_numbers(layer.name)].append(layer.name)
-    rows = [replace(row, name=name_group(row.names, alike[row.name])) for row in merged.values()]
-    others = (parameter for parameter in model.parameters() if parameter not in matrices)
-    other_params = sum(parameter.numel() for parameter in others)
-    return Summary(tuple(rows), other_params, tuple(group_loose_matrices(model)))
+        else:
+            merged[key] = row if tokens is None else _time(layer, row, tokens)
+    rows = []
+    for row in merged.values():
+        rows.append(replace(row, name=name_group(row.names, names_of_pattern[row.name])))
+    sizes = [p.numel() for p in model.parameters() if p not in matrices]
+    loose = [*group_loose_matrices(model), *_group_structured_experts(model)]
+    return Summary(tuple(rows), sum(sizes), tuple(loose))
 
 
-def group_loose_matrices(model: nn.Module) -> list[LooseRow]:
-    """A row for parameters of matrices that no linear layer holds, alike ones in one row."""
+def group_loose_matrices(model: nn.Module, without: Collection[str] = ()) -> list[LooseRow]:
+    """A row for parameters of matrices that no linear layer holds, alike ones in one row.
+
+    Args:
+        without: names of parameters that have rows elsewhere.
+    """
     groups = defaultdict[tuple[object, ...], list[LooseMatrices]](list)
-    alike = defaultdict[str, list[str]](list)
+    names_of_pattern = defaultdict[str, list[str]](list)
     for matrices in find_loose_matrices(model):
+        if matrices.name in without:
+            continue
         pattern = hide_numbers(matrices.name)
-        alike[pattern].append(matrices.name)
+        names_of_pattern[pattern].append(matrices.name)
         groups[pattern, matrices.shape, matrices.size].append(matrices)
     rows = []
     for group in groups.values():
-        first = group[0]
-        name = name_group([matrices.name for matrices in group], alike[hide_numbers(first.name)])
+        names = [matrices.name for matrices in group]
+        name = name_group(names, names_of_pattern[hide_numbers(names[0])])
         count = sum(matrices.count for matrices in group)
-        params = len(group) * prod(first.shape)
-        rows.append(LooseRow(name, first.role, count, first.size, params, first.stepped_by))
+        example = group[0]
+        params = len(group) * prod(example.shape)
+        rows.append(LooseRow(name, example.role, count, example.size, params, example.stepped_by))
+    return rows
+
+
+def _group_structured_experts(model: nn.Module) -> list[LooseRow]:
+    """A row for the structured experts of what was one parameter, alike ones in one row."""
+    groups = defaultdict[tuple[object, ...], list[StructuredExperts]](list)
+    alike = defaultdict[str, list[str]](list)
+    names = structured_experts(model)
+    for stack, names_of_stack in names.items():
+        pattern = hide_numbers(names_of_stack[0])
+        alike[pattern].append(names_of_stack[0])
+        groups[pattern, stack.lay, stack.structure, stack.label].append(stack)
+    rows = []
+    for group in groups.values():
+        first = group[0]
+        lay = first.lay
+        first_names = [names[stack][0] for stack in group]
+        count = len(group) * lay.count
+        share = percent(first.structure.params, lay.fan_in * lay.fan_out)
+        rows.append(
+            LooseRow(
+                name=name_group(first_names, alike[hide_numbers(first_names[0])]),
+                role="experts",
+                matrices=count,
+                size=f"{lay.fan_in} -> {lay.fan_out}",
+                params=count * first.structure.params,
+                stepped_by=f"{first.label}, {share} of dense; Muon and SOAP step each matrix",
+            )
+        )
     return rows
 
 
 def _describe(layer: Layer) -> Row:
     """A row of one layer alone, the numbers in its name replaced by `*`."""
     module = layer.module
-    name = hide_numbers(layer.name)
-    shape = layer.in_features, layer.out_features
-    params = layer.in_features * layer.out_features
-    names = (layer.name,)
-    if not isinstance(module, StructuredLinear):
-        stored = _count_bytes(module.weight)
-        return Row(name, 1, *shape, "dense", params, 2 * params, (0, 0), stored, names=names)
-    structure, kind = module.structure, module.label
-    stored = sum(map(_count_bytes, module.cores))
+    if isinstance(module, StructuredLinear):
+        structure = module.label
+        params = module.structure.params
+        flops = module.structure.flops
+        padding = module.padding
+        tensors = [*module.cores]
+    else:
+        structure = "dense"
+        params = layer.in_features * layer.out_features
+        flops = 2 * params
+        padding = (0, 0)
+        tensors = [module.weight]
     if isinstance(module, QuantizedLinear):
-        kind, stored = f"{kind}, int8", stored + sum(map(_count_bytes, module.scales))
-    counts = structure.params, structure.flops
-    return Row(name, 1, *shape, kind, *counts, module.padding, stored, names=names)
+        structure += ", int8"
+        tensors += module.scales
+    return Row(
+        hide_numbers(layer.name),
+        1,
+        layer.in_features,
+        layer.out_features,
+        structure,
+        params,
+        flops,
+        padding,
+        bytes=sum(map(_count_bytes, tensors)),
+        names=(layer.name,),
+    )
 
 
 def _count_bytes(tensor: Any) -> int:
@@ -329,38 +300,39 @@ def _join(row: Row, other: Row) -> Row:
     )
 
 
-def _time(layer: Layer, tokens: int) -> tuple[float, float]:
-    """Seconds of a forward and a backward pass of the layer, and of the dense one; the gradients of
-    the model's parameters stay as they are."""
+def _time(layer: Layer, row: Row, tokens: int) -> Row:
+    """The layer's row with the seconds of a forward and a backward pass of it, and of the dense
+    one; the gradients of the model's parameters stay as they are."""
     module = layer.module
     weight = next(module.parameters(), None)
     if weight is None or weight.is_meta or hasattr(weight, "full_tensor"):
-        sharded = weight is not None and not weight.is_meta
-        reason = "is sharded: gather it first" if sharded else "has no values (meta)"
+        is_sharded = weight is not None and not weight.is_meta
+        reason = "is sharded: gather it first" if is_sharded else "has no values (meta)"
         raise ValueError(f"tokens={tokens}: layer {layer.name!r} {reason}")
-    device, dtype = weight.device, getattr(module, "compute_dtype", weight.dtype)
+    device = weight.device
+    dtype = getattr(module, "compute_dtype", weight.dtype)
     random = torch.Generator(device).manual_seed(0)  # the user's random numbers stay
-    shape = layer.in_features, layer.out_features
-    x, dy = (
-        torch.randn(tokens, width, generator=random, device=device, dtype=dtype) for width in shape
-    )
+    options: dict[str, Any] = {"generator": random, "device": device, "dtype": dtype}
+    x = torch.randn(tokens, layer.in_features, **options)
+    dy = torch.randn(tokens, layer.out_features, **options)
     modules = [module]
     if isinstance(module, StructuredLinear):
-        dense = nn.Linear(*shape, bias=module.bias is not None, device="meta", dtype=dtype)
+        widths = (layer.in_features, layer.out_features)
+        dense = nn.Linear(*widths, bias=module.bias is not None, device="meta", dtype=dtype)
         dense = dense.to_empty(device=device).requires_grad_(weight.requires_grad)
         for parameter in dense.parameters():
             nn.init.zeros_(parameter)  # numbers that nobody has written may be slow
         modules.append(dense)
-    seconds = _time_in_turn([partial(_step, each, x, dy) for each in modules], device)
-    return seconds[0], seconds[-1]
+    seconds = _time_in_turn([partial(_step, module, x, dy) for module in modules], device)
+    return replace(row, seconds=seconds[0], dense_seconds=seconds[-1])
 
 
 def _step(layer: nn.Module, x: Tensor, dy: Tensor) -> None:
     """A forward and a backward pass, which leaves the layer's gradients as they are."""
     x = x.detach().requires_grad_()
-    trained = [parameter for parameter in layer.parameters() if parameter.requires_grad]
+    parameters = [parameter for parameter in layer.parameters() if parameter.requires_grad]
     with torch.enable_grad():
-        torch.autograd.grad(layer.forward(x), [x, *trained], dy)
+        torch.autograd.grad(layer.forward(x), [x, *parameters], dy)
 
 
 def _time_in_turn(calls: Sequence[Callable[[], object]], device: torch.device) -> list[float]:
@@ -386,5 +358,5 @@ def _read_clock(device: torch.device) -> float:
 
 
 def _add(seconds: Iterable[float | None]) -> float | None:
-    known = [each for each in seconds if each is not None]
-    return sum(known) if known else None
+    measured = [time for time in seconds if time is not None]
+    return sum(measured) if measured else None

@@ -18,13 +18,14 @@ from .._model.decide import Spec
 from .._model.select import Patterns
 from .._structure.arguments import checked, require_choice, show
 from .._structure.families import DEFAULT, label
+from .._tables import Table, percent
 from .._torch import tree_map
 from .convert import STARTS, convert, plan
-from .summary import Table, percent, summary
+from .summary import summary
 
 MAX_WIDTH = 1 << 20
 FINE = 128  # up to so many times `multiple` every width is tried, beyond every second and so on
-REACH = 8 / 5  # times the widest width that fits: so far the search goes on
+REACH = 8 / 5  # the search ends at so many times the widest width within the budget
 # how a model says that a width does not fit it: width // 32 heads may be no heads, to divide by
 REFUSALS = (ValueError, AssertionError, ZeroDivisionError)
 
@@ -51,17 +52,18 @@ class Widened:
 
     def build(self) -> nn.Module:
         """A new model of that width, converted; on the devices on which your function makes it."""
-        return convert(_build(self._build, self.width), self.structure, **self._options)
+        return convert(_build_dense(self._build, self.width), self.structure, **self._options)
 
     def __str__(self) -> str:
         table = Table("model", "width", "params", "/dense", "FLOPs", "/dense")
-        dense = self.dense
-        name = label(self.structure)
-        for text, width, cost in (("dense", "", dense), (name, f"{self.width}", self.structured)):
-            cells = [f"{cost.params:,}", percent(cost.params, dense.params)]
-            cells += [f"{cost.flops:,}", percent(cost.flops, dense.flops)]
-            table.row(text, width, *cells)
+        table.row("dense", "", *self._count_cells(self.dense))
+        table.row(label(self.structure), f"{self.width}", *self._count_cells(self.structured))
         return str(table)
+
+    def _count_cells(self, cost: Cost) -> list[str]:
+        """The cells from "params" on."""
+        cells = [f"{cost.params:,}", percent(cost.params, self.dense.params)]
+        return [*cells, f"{cost.flops:,}", percent(cost.flops, self.dense.flops)]
 
 
 @checked
@@ -87,7 +89,7 @@ def cost(model: nn.Module, example: Any = None) -> Cost:
     parameter = next(model.parameters(), None)
     if parameter is None:
         raise ValueError(f"model={type(model).__name__} has no parameter")
-    params = sum(each.numel() for each in model.parameters())
+    params = sum(p.numel() for p in model.parameters())
     if example is None:
         return Cost(params, summary(model).flops)
     device = parameter.device
@@ -99,8 +101,8 @@ def cost(model: nn.Module, example: Any = None) -> Cost:
         device,
     ):
         batch = tree_map(lambda x: x.to(device) if torch.is_tensor(x) else x, example)
-        args, kwargs = split_batch(batch)
-        model(*args, **kwargs)
+        arguments = split_batch(batch)
+        model(*arguments.positional, **arguments.keyword)
     return Cost(params, counter.get_total_flops())
 
 
@@ -162,20 +164,24 @@ def widen(
     """
     require_choice("match", match, ("flops", "params"))
     require_choice("init", init, STARTS)
-    options: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
-    options |= {"init": init, "weight_norm": weight_norm, "zero_init": zero_init, "untie": untie}
+    options: dict[str, Any] = {
+        "include": include, "exclude": exclude, "overrides": overrides, "init": init,
+        "weight_norm": weight_norm, "zero_init": zero_init, "untie": untie,
+    }  # fmt: skip
     if isinstance(build, nn.Module):
         raise TypeError(f"build={show(build)} must be a function from a width to a model")
     costs: dict[int, Cost] = {}  # of the widths that fit
-    refusals: dict[int, Exception] = {}  # of those that do not
+    refusals: dict[int, Exception] = {}  # of the widths that do not
 
-    def weigh(n: int) -> float:
-        """What the n-th width costs; infinity if it does not fit."""
+    def build_structured(width: int) -> nn.Module:
+        return plan(_build_dense(build, width), structure, **options).apply()
+
+    def price(n: int) -> float:
+        """The FLOPs or parameters at n times `multiple`; infinity if that width does not fit."""
         width = n * multiple
-        if width not in (*costs, *refusals):
-            make = partial(_build, build, width)
+        if width not in costs and width not in refusals:
             try:
-                costs[width] = _count(lambda: plan(make(), structure, **options).apply(), example)
+                costs[width] = _count(partial(build_structured, width), example)
             except REFUSALS as error:
                 refusals[width] = error
         return getattr(costs[width], match) if width in costs else inf
@@ -185,52 +191,65 @@ def widen(
         if isinstance(dense, nn.Module):
             goal = cost(dense, example)
         else:
-            goal = _count(partial(_build, build, dense), example)
-        width = multiple * _find_widest(weigh, getattr(goal, match), MAX_WIDTH // multiple)
-    found = Widened(width, costs.get(width, goal), goal, match, structure, build, options)
-    if not width or max(getattr(each, match) for each in costs.values()) <= getattr(goal, match):
-        raise ValueError(_explain(found, multiple, costs, refusals))
-    return found
+            goal = _count(partial(_build_dense, build, dense), example)
+        budget = getattr(goal, match)
+        width = multiple * _find_widest(price, budget, MAX_WIDTH // multiple)
+    prices = {tried: getattr(counted, match) for tried, counted in costs.items()}
+    if width and max(prices.values()) > budget:
+        return Widened(width, costs[width], goal, match, structure, build, options)
+    unit = "FLOPs" if match == "flops" else "parameters"
+    raise ValueError(
+        f"match={match!r}, dense's {budget:,} {unit}: no multiple of {multiple} will do: "
+        f"{label(structure)} {_explain(width, prices, refusals)}"
+    )
 
 
-def _find_widest(weigh: Callable[[int], float], budget: int, most: int) -> int:
-    """The largest number found that weighs at most the budget; 0: none.
+def _find_widest(price: Callable[[int], float], budget: int, largest: int) -> int:
+    """The largest number found whose price is at most the budget; 0: none.
 
-    A larger number may weigh less: BTT costs least where a width's factors differ most, half as
-    much as where they are equal. So numbers are doubled first, and then scanned beyond `REACH`
-    times the largest within the budget.
+    A larger number may have a lower price: BTT costs least where a width's factors differ most,
+    half as much as where they are equal. So numbers are doubled first, and then scanned beyond
+    `REACH` times the largest within the budget.
     """
     best = 0
-    for n in (2**k for k in range(most.bit_length())):
-        if budget < weigh(n) < inf:
+    for exponent in range(largest.bit_length()):
+        n = 2**exponent
+        if budget < price(n) < inf:
             break
-        best = n if weigh(n) <= budget else best
-    n = best
-    while (n := n + 1 + n // FINE) <= most:
-        if weigh(n) <= budget:
+        if price(n) <= budget:
             best = n
-        elif weigh(n) < inf and n > REACH * best:
+    n = best + 1 + best // FINE
+    while n <= largest:
+        if price(n) <= budget:
+            best = n
+        elif price(n) < inf and n > REACH * best:
             break
+        n += 1 + n // FINE
     return best
 
 
-def _explain(
-    found: Widened, multiple: int, costs: Mapping[int, Cost], refusals: Mapping[int, Exception]
-) -> str:
-    """Why no width meets the budget."""
-    unit = "FLOPs" if found.match == "flops" else "parameters"
-    budget, name = getattr(found.dense, found.match), label(found.structure)
-    what = f"match={found.match!r}, dense's {budget:,} {unit}: no multiple of {multiple} will do: "
-    if not costs:
-        refused, error = list(refusals.items())[-1]
-        says = f"the last refusal, at width {refused}, was: {type(error).__name__}: {error}"
-        return f"{what}{name} fits none; {says}"
-    width = max(costs) if found.width else min(costs)
-    says = "still; build must make a wider model of a larger number" if found.width else "already"
-    return f"{what}{name} at {width} has {getattr(costs[width], found.match):,} {says}"
+def _explain(width: int, prices: Mapping[int, int], refusals: Mapping[int, Exception]) -> str:
+    """Why no width meets the budget, after the structure's name.
+
+    Args:
+        width: the widest within the budget, where no width exceeds it; 0: all exceed it.
+        prices: of the widths that fit.
+        refusals: of the widths that do not.
+    """
+    if not prices:
+        refused_width, error = list(refusals.items())[-1]
+        text = f"{type(error).__name__}: {error}"
+        return f"fits none; the last refusal, at width {refused_width}, was: {text}"
+    if width:
+        widest = max(prices)
+        advice = "build must make a wider model of a larger number"
+        return f"at {widest} has {prices[widest]:,} still; {advice}"
+    narrowest = min(prices)
+    return f"at {narrowest} has {prices[narrowest]:,} already"
 
 
-def _build(build: Callable[[int], nn.Module], width: int) -> nn.Module:
+def _build_dense(build: Callable[[int], nn.Module], width: int) -> nn.Module:
+    """The model that the user's function makes."""
     with _name_width(width):
         model: Any = build(width)
     if not isinstance(model, nn.Module):
@@ -249,12 +268,12 @@ def _name_width(width: int) -> Iterator[None]:
         raise
 
 
-def _count(make: Callable[[], nn.Module], example: Any) -> Cost:
-    """The cost of a model that is made on the meta device, if it can be made and run there."""
+def _count(build: Callable[[], nn.Module], example: Any) -> Cost:
+    """The cost of a model that is built on the meta device, if it can be built and run there."""
     try:
         with torch.device("meta"):
-            return cost(make(), example)
+            return cost(build(), example)
     except REFUSALS:
         raise
     except Exception:  # whatever it is that the meta device cannot do
-        return cost(make(), example)
+        return cost(build(), example)

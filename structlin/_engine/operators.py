@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
 from .._structure.structure import Program, steps_of
+from .._torch import call_while_tracing
 from . import OF_BIAS, OF_CORES, OF_GAINS, OF_X, views
 from .cpu import library
 
@@ -132,14 +133,14 @@ def choose(
     return Path(_choose_path(like, numbers, tokens, trains))
 
 
+# torch 2.12 cannot compare members of an enumeration while it traces, and stops
+@call_while_tracing
 def _pays_compiled(numbers: tuple[int, ...], dtype: torch.dtype, trains: bool) -> bool:
     return choose(numbers, dtype, trains=trains) != Path.BLAS
 
 
-# torch 2.12 cannot compare members of an enumeration while it traces, and stops
-_pays_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
+# while torch 2.10 traces, it takes the first for true and the third for a tensor
+@call_while_tracing
 def is_transformed() -> bool:
     """Whether the call is exported or traced, so that the result needs no structlin, or derivatives
     are taken by anything else than autograd's backward pass."""
@@ -151,10 +152,6 @@ def is_transformed() -> bool:
     )
 
 
-# while torch 2.10 compiles, it takes the first for true and the third for a tensor
-is_transformed._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def available(x: Tensor) -> bool:
     """Whether the CPU engine takes x: a plain tensor on a CPU."""
     return x.is_cpu and x.dtype in DTYPES and library.load() and is_plain(x)
@@ -162,15 +159,16 @@ def available(x: Tensor) -> bool:
 
 def is_plain(x: Tensor) -> bool:
     """Whether x is torch's own tensor, and only autograd's backward pass goes through the call."""
-    known = torch.compiler.is_compiling() or type(x) is Tensor or type(x) is Parameter
-    return known and x.layout == torch.strided and not is_transformed()
+    is_own = torch.compiler.is_compiling() or type(x) is Tensor or type(x) is Parameter
+    return is_own and x.layout == torch.strided and not is_transformed()
 
 
 def multiply(loop: Loop, affine: Affine, x: Tensor) -> Tensor:
     """`W x + bias` of x `(..., in_features)`; `loop` is the definition of the same."""
     program, cores, bias, gains, sigmas = affine
     y: Tensor
-    gains = gains if gains is None else gains.double()  # the engine's dtype
+    if gains is not None:
+        gains = gains.double()  # the engine's dtype
     if torch.compiler.is_compiling():
         y = _layer(x, cores, bias, gains, sigmas, program.numbers)
     elif torch.is_grad_enabled() and any(
@@ -218,7 +216,12 @@ def multiply_int8(
     return y
 
 
+_NO_TENSORS = (None,) * 4  # the gradients of loop, program, sigmas and by_views
+
+
 class _Product(torch.autograd.Function):
+    """`multiply` or `multiply_views`, with a derivative."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -247,57 +250,32 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         needs = ctx.needs_input_grad[4:]
         between, *inputs = ctx.saved_tensors
-        x, _, gains, *cores = inputs
-        known = available(dy) if between is None else is_plain(dy)
-        if torch.is_grad_enabled() or is_batch(dy) or is_transformed() or not known:
+        is_served = available(dy) if between is None else is_plain(dy)
+        if torch.is_grad_enabled() or is_batch(dy) or is_transformed() or not is_served:
 
             def run(x: Tensor, bias: Any, gains: Any, *cores: Tensor) -> Tensor:
                 y: Tensor = ctx.loop(Affine(ctx.program, cores, bias, gains, ctx.sigmas), x)
                 return y
 
-            return *(None,) * 4, *differentiate(run, inputs, needs, dy)
-        of_x, of_bias, of_gains, *of_cores = needs
+            return *_NO_TENSORS, *differentiate(run, inputs, needs, dy)
+        x, _, gains, *cores = inputs
+        needs_x, needs_bias, needs_gains, *needs_cores = needs
+        wants = _join_wants(needs_x, needs_cores, needs_bias, needs_gains)
         numbers = ctx.program.numbers
+        dgains: Tensor | None = None
         if between is None:
-            needs = of_x, of_cores, of_bias, of_gains
-            dx, dcores, dbias, dgains = _find_gradients(
-                dy, x, cores, gains, ctx.sigmas, numbers, needs
-            )
+            dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, ctx.sigmas, numbers, wants)
         else:
-            needs, dgains = (of_x, of_cores, of_bias), None
-            dx, dcores, dbias = _find_gradients_of_views(dy, x, between, cores, numbers, needs)
-        return *(None,) * 4, dx, dbias, dgains, *dcores
+            dx, *dcores, dbias = _gradients_views(dy, x, between, cores, numbers, wants)
+        dbias = dbias if needs_bias else None
+        dgains = dgains if needs_gains else None
+        return *_NO_TENSORS, dx, dbias, dgains, *dcores
 
 
-def _find_gradients(
-    dy: Tensor,
-    x: Tensor,
-    cores: Sequence[Tensor],
-    gains: Tensor | None,
-    sigmas: Sequence[float],
-    numbers: Sequence[int],
-    needs: tuple[bool, Sequence[bool], bool, bool],
-) -> tuple[Tensor, list[Tensor], Tensor | None, Tensor | None]:
-    """The gradients of x, cores, bias and gains; autograd leaves those that nobody needs."""
-    of_x, of_cores, of_bias, of_gains = needs
-    wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias | OF_GAINS * of_gains
-    dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, sigmas, numbers, wants)
-    return dx, dcores, dbias if of_bias else None, dgains if of_gains else None
-
-
-def _find_gradients_of_views(
-    dy: Tensor,
-    x: Tensor,
-    between: Tensor,
-    cores: Sequence[Tensor],
-    numbers: Sequence[int],
-    needs: tuple[bool, Sequence[bool], bool],
-) -> tuple[Tensor, list[Tensor], Tensor | None]:
-    """The gradients of x, cores and bias; autograd leaves those that nobody needs."""
-    of_x, of_cores, of_bias = needs
-    wants = OF_X * of_x | OF_CORES * any(of_cores) | OF_BIAS * of_bias
-    dx, *dcores, dbias = _gradients_views(dy, x, between, cores, numbers, wants)
-    return dx, dcores, dbias if of_bias else None
+def _join_wants(x: bool, cores: Sequence[bool], bias: bool, gains: bool = False) -> int:
+    """The gradients that autograd needs, as the operators take them. They give those of all cores
+    or of none; autograd leaves what nobody needs."""
+    return OF_X * x | OF_CORES * any(cores) | OF_BIAS * bias | OF_GAINS * gains
 
 
 def is_batch(dy: Tensor) -> bool:
@@ -313,14 +291,15 @@ def differentiate(
 ) -> list[Tensor | None]:
     """The gradients of `run(*inputs)` that are needed, by PyTorch's own products: differentiable,
     and a batch of dy may be given by vmap."""
-    again = torch.is_grad_enabled()
+    is_differentiated = torch.is_grad_enabled()
     with torch.enable_grad():
         # x may depend on the cores; the gradients are those of this layer alone
         inputs = [None if value is None else value.view_as(value) for value in inputs]
         wanted = [value for value, needed in zip(inputs, needs, strict=True) if needed]
         y = run(*inputs)
-        found = iter(torch.autograd.grad(y, wanted, dy, create_graph=again) if wanted else ())  # type: ignore[arg-type]
-    return [next(found) if needed else None for needed in needs]
+        gradients = torch.autograd.grad(y, wanted, dy, create_graph=is_differentiated)  # type: ignore[arg-type]
+    in_order = iter(gradients)
+    return [next(in_order) if needed else None for needed in needs]
 
 
 # ---- for programs that are compiled, and counters ------------------------------------------------
@@ -333,19 +312,25 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
     gains, x, *cores = ctx.saved_tensors
-    *needs, _, _ = ctx.needs_input_grad
-    found = _find_gradients(dy, x, cores, gains, ctx.sigmas, ctx.numbers, needs)
-    return *found, None if ctx.sigmas else [], None  # torch takes an empty list for one of tensors
+    needs_x, needs_cores, needs_bias, needs_gains, _, _ = ctx.needs_input_grad
+    wants = _join_wants(needs_x, needs_cores, needs_bias, needs_gains)
+    dx, *dcores, dgains, dbias = _gradients(dy, x, cores, gains, ctx.sigmas, ctx.numbers, wants)
+    dbias = dbias if needs_bias else None
+    dgains = dgains if needs_gains else None
+    # torch takes an empty list for one of tensors, and wants its gradient as one
+    dsigmas: list[Tensor] | None = None if ctx.sigmas else []
+    return dx, dcores, dbias, dgains, dsigmas, None
 
 
-def _fake_multiply(x: Tensor, *rest: Any) -> Tensor:
-    out_features = rest[-1][1]  # the last is the program
-    return x.new_empty(*x.shape[:-1], out_features)
+def _fake_multiply(x: Tensor, *arguments: Any) -> Tensor:
+    program = arguments[-1]
+    return x.new_empty(*x.shape[:-1], program[1])
 
 
 @torch.library.register_fake("structlin::gradients")  # type: ignore[untyped-decorator]
-def _(dy: Tensor, x: Tensor, cores: Any, gains: Any, *rest: Any) -> list[Tensor]:
-    _, program, wants = rest
+def _(
+    dy: Tensor, x: Tensor, cores: Any, gains: Any, sigmas: Any, program: Sequence[int], wants: int
+) -> list[Tensor]:
     dx = x.new_empty(x.shape if wants & OF_X else 0)
     dcores = [core.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
     dgains = (x if gains is None else gains).new_empty(len(cores) if wants & OF_GAINS else 0)
@@ -370,9 +355,10 @@ def _save_views(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]
 
 def _backward_views(ctx: Any, dy: Tensor, _: None) -> tuple[Any, ...]:
     x, between, *cores = ctx.saved_tensors
-    needs = ctx.needs_input_grad[:3]
-    dx, dcores, dbias = _find_gradients_of_views(dy, x, between, cores, ctx.numbers, needs)
-    return dx, dcores, dbias, None, None
+    needs_x, needs_cores, needs_bias, _, _ = ctx.needs_input_grad
+    wants = _join_wants(needs_x, needs_cores, needs_bias)
+    dx, *dcores, dbias = _gradients_views(dy, x, between, cores, ctx.numbers, wants)
+    return dx, dcores, dbias if needs_bias else None, None, None
 
 
 def _fake_multiply_views(
@@ -381,15 +367,19 @@ def _fake_multiply_views(
     widths = [stage.write.width for stage in views.stages_of(tuple(program))]
     tokens = x.numel() // x.shape[-1]
     y = x.new_empty(*x.shape[:-1], widths[-1])[..., : program[1]]
-    return y, x.new_empty(sum(widths[:-1]), tokens) if trains else x.new_empty(0)
+    between = x.new_empty(sum(widths[:-1]), tokens) if trains else x.new_empty(0)
+    return y, between
 
 
 @torch.library.register_fake("structlin::gradients.views")  # type: ignore[untyped-decorator]
 def _(dy: Tensor, x: Tensor, between: Tensor, cores: Any, program: Any, wants: int) -> list[Tensor]:
-    width = views.stages_of(tuple(program))[0].read.width  # of x with its padding
-    dx = x.new_empty(*x.shape[:-1], width)[..., : program[0]] if wants & OF_X else x.new_empty(0)
+    dx = x.new_empty(0)
+    if wants & OF_X:
+        width = views.stages_of(tuple(program))[0].read.width  # of x with its padding
+        dx = x.new_empty(*x.shape[:-1], width)[..., : program[0]]
     dcores = [core.new_empty(core.shape if wants & OF_CORES else 0) for core in cores]
-    return [dx, *dcores, x.new_empty(program[1] if wants & OF_BIAS else 0)]
+    dbias = x.new_empty(program[1] if wants & OF_BIAS else 0)
+    return [dx, *dcores, dbias]
 
 
 torch.library.impl("structlin::multiply.views", "default", views.multiply)
@@ -411,17 +401,19 @@ _ops = torch.ops.structlin
 
 
 @register_flop_formula([_ops.multiply, _ops.layer, _ops.multiply_int8])
-def _(x: Sequence[int], *rest: Any, **_: Any) -> int:
-    return sum(count_flops(x, rest[-1]))  # the last is the program
+def _(x: Sequence[int], *arguments: Any, **_: Any) -> int:
+    program = arguments[-1]
+    return sum(count_flops(x, program))
 
 
 @register_flop_formula(torch.ops.structlin.gradients)
-def _(dy: Sequence[int], x: Sequence[int], *rest: Any, **_: Any) -> int:
-    program, wants = rest[-2:]
+def _(dy: Sequence[int], x: Sequence[int], *arguments: Any, **_: Any) -> int:
+    program, wants = arguments[-2:]
     flops = count_flops(x, program)
     of_x = bool(wants & OF_X)
     of_cores = bool(wants & (OF_CORES | OF_GAINS))
     needs_activations = of_cores or (of_x and bool(program[-1]))  # slopes of an activation
-    has_activations = len(rest) != 5  # the overload `.views` is given what lies between
+    # the overload `.views` has four more arguments, one of them what lies between cores
+    has_activations = len(arguments) == 4
     recomputes = needs_activations and not has_activations
     return sum(flops) * (of_x + of_cores) + sum(flops[:-1]) * recomputes

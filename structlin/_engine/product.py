@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._structure.arguments import check_bias, check_cores, check_input
 from .._structure.structure import SILU_RMS, Move, Program, Structure
 from . import operators
+from .operands import check_bias, check_cores, check_input
 from .operators import Affine
 
 NEAR = 0.7  # of dense's FLOPs, from which on W is formed where there are many tokens
@@ -32,7 +32,7 @@ def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
     for n, (step, core) in enumerate(zip(program.steps, cores, strict=True)):
         if n and program.between:
             h = activate(h)
-        # (batch, tokens * repeat, fan_in)
+        # (batch, tokens, repeat, fan_out) of the core before -> (batch, tokens * repeat, fan_in)
         h = _permute(h, step.move).reshape(step.batch, -1, step.fan_in)
         if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
             h = h.contiguous()  # or torch.bmm goes through it block by block
@@ -129,25 +129,31 @@ def compute(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
             result have.
     """
     if torch._C._is_any_autocast_enabled():
-        affine, x = _cast(affine, x)
-    program, bias = affine.program, affine.bias
+        dtype = _find_autocast_dtype(x)
+        if dtype is not None:
+            affine = _cast(affine, dtype)
+            x = x.to(dtype)
+    program = affine.program
+    bias = affine.bias
     if bias is not None and bias.dtype != x.dtype:
         bias = bias.to(x.dtype)
         affine = affine._replace(bias=bias)
+
+    # the density is asked here too, since it spares most layers a call
     forms = structure.density >= NEAR and forms_matrix(structure, x.numel() // program.in_features)
-    if not forms and operators.pays(program, x):
-        return operators.multiply(define, affine, x)
-    if not forms and operators.views_pay(program, x):
-        cores = effective_cores(affine)
-        return operators.multiply_views(define, program, cores, bias, x)
+    if not forms:
+        if operators.pays(program, x):
+            return operators.multiply(define, affine, x)
+        if operators.views_pay(program, x):
+            cores = effective_cores(affine)
+            return operators.multiply_views(define, program, cores, bias, x)
     if x.is_nested:
         return map_jagged(partial(compute, structure, affine), x)
     cores = effective_cores(affine)
     if forms:
         matrix = to_dense(structure, cores)[: program.out_features, : program.in_features]
         return F.linear(x, matrix, bias)
-    padded = any(program.padding)
-    if structure.plain and not padded:
+    if structure.plain and not any(program.padding):
         for core in cores[:-1]:
             x = F.linear(x, core.squeeze(0))  # (..., fan_in) -> (..., fan_out)
         return F.linear(x, cores[-1].squeeze(0), bias)
@@ -155,26 +161,35 @@ def compute(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
     return y if bias is None else y + bias
 
 
-def _cast(affine: Affine, x: Tensor) -> tuple[Affine, Tensor]:
-    """Both in the dtype of autocast, as nn.Linear has them, where it is on for the device of x.
+def _find_autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The dtype of autocast, where it is on for the device of x.
 
     Autocast leaves float64 alone, and knows no meta device.
     """
     device = x.device.type
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
-        return affine, x
-    dtype = torch.get_autocast_dtype(device)
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def _cast(affine: Affine, dtype: torch.dtype) -> Affine:
+    """Cores and bias in a dtype; gains stay, as no product has them."""
     cores = [core.to(dtype) for core in affine.cores]
     bias = None if affine.bias is None else affine.bias.to(dtype)
-    return affine._replace(cores=cores, bias=bias), x.to(dtype)
+    return affine._replace(cores=cores, bias=bias)
 
 
 def map_jagged(product: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """`product` of all tokens of a jagged nested tensor, nested as it is."""
     jagged: Any = x
-    ends = jagged.offsets(), jagged.lengths(), jagged._ragged_idx
-    longest = jagged._maybe_min_seqlen, jagged._maybe_max_seqlen  # if they are known
-    return torch.nested.nested_tensor_from_jagged(product(x.values()), *ends, *longest)
+    return torch.nested.nested_tensor_from_jagged(
+        product(x.values()),
+        jagged.offsets(),
+        jagged.lengths(),
+        jagged._ragged_idx,
+        jagged._maybe_min_seqlen,
+        jagged._maybe_max_seqlen,
+    )
 
 
 def forms_matrix(structure: Structure, tokens: int) -> bool:
@@ -206,10 +221,12 @@ def to_dense(structure: Structure, cores: Sequence[Tensor]) -> Tensor:
     check_cores(structure, cores)
     structure.require_matrix("to_dense")
     form = structure.matrix
+    # W is one einsum over the cores with all their axes apart, and over an identity for each axis
+    # that x and y share, such as the blocks of a block-diagonal matrix
     factors = [core.reshape(shape) for core, shape in zip(cores, form.shapes, strict=True)]
-    for size in form.identities:  # of each axis that x and y share
+    for size in form.identities:
         factors.append(torch.eye(size, dtype=cores[0].dtype, device=cores[0].device))
-    operands: list[Any] = []
+    operands: list[Any] = []  # factor, its axes, factor, its axes, ...: as torch.einsum takes them
     for factor, axes in zip(factors, form.axes, strict=True):
         operands += [factor, list(axes)]
     w = torch.einsum(*operands, list(form.result))  # (*axes of y, *axes of x)

@@ -9,7 +9,7 @@ result. Two cores are two products forward and four backward. What is copied: a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice, pairwise
 from math import prod
@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._structure.structure import SILU_RMS, steps_of
+from .._torch import call_while_tracing
 from . import OF_BIAS, OF_CORES, OF_X
 from .devices import writes_views
 
@@ -82,7 +83,8 @@ class Stage:
 
     def weight(self, core: Tensor) -> Tensor:
         """The core as `(blocks, fan_out, fan_in)`, its axes in the order of both layouts."""
-        (blocks, fan_out), (_, fan_in) = self.write.shape, self.read.shape
+        blocks, fan_out = self.write.shape
+        _, fan_in = self.read.shape
         weight = core.reshape(self.sizes).permute(self.order)
         weight = weight.reshape(self.batch, 1, fan_out, fan_in)
         return weight.expand(-1, self.repeat, -1, -1).reshape(blocks, fan_out, fan_in)
@@ -97,6 +99,7 @@ class Stage:
         return dcore.reshape(permuted).permute(inverse).reshape(core.shape)
 
 
+@call_while_tracing
 def pays(program: tuple[int, ...]) -> bool:
     """Whether this way is faster than the loop, for at least as many tokens as the larger width.
 
@@ -117,9 +120,6 @@ def pays(program: tuple[int, ...]) -> bool:
     return all(stage.write.merges or stage.write.width <= widest for stage in stages[:-1])
 
 
-pays._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compile asks it, once
-
-
 def multiply(
     x: Tensor, cores: Sequence[Tensor], bias: Tensor | None, trains: bool, program: Sequence[int]
 ) -> tuple[Tensor, Tensor]:
@@ -127,21 +127,24 @@ def multiply(
     tokens)`, where a backward pass will need them."""
     stages = stages_of(tuple(program))
     widths = [stage.write.width for stage in stages]
-    h = _widen(x, stages[0].read.width)
-    y = x.new_empty(h.shape[1], widths[-1])
-    between = x.new_empty(sum(widths[:-1]), h.shape[1])
-    for n, (stage, core) in enumerate(zip(stages, cores, strict=True)):
+    h = _widen(x, stages[0].read.width)  # (features, tokens), as all activations
+    tokens = h.shape[1]
+    y = x.new_empty(tokens, widths[-1])
+    between = x.new_empty(sum(widths[:-1]), tokens)
+    results = [*torch.split(between, widths[:-1]), y.mT]
+    for n, (stage, core, result) in enumerate(zip(stages, cores, results, strict=True)):
         weight = stage.weight(core)
         if n and program[-1]:
             h = F.silu(h, inplace=not trains)
             weight = weight / SILU_RMS
-        result = y.mT if n == len(stages) - 1 else between.narrow(0, sum(widths[:n]), widths[n])
         stage.write.multiply(weight, stage.read.blocks(h), result)
         h = result
+
     y = y[:, : program[1]]
     if bias is not None:
         y += bias
-    return y.view(*x.shape[:-1], program[1]), between if trains else x.new_empty(0)
+    y = y.view(*x.shape[:-1], program[1])
+    return y, between if trains else x.new_empty(0)
 
 
 def gradients(
@@ -152,24 +155,31 @@ def gradients(
     stages = stages_of(tuple(program))
     widths = [stage.write.width for stage in stages]
     activations = [_widen(x, stages[0].read.width), *torch.split(between, widths[:-1])]
-    dx = x.new_empty(x.numel() // x.shape[-1] if wants & OF_X else 0, stages[0].read.width)
+    tokens = x.numel() // x.shape[-1]
+    dx = x.new_empty(tokens if wants & OF_X else 0, stages[0].read.width)
     dcores = [core.new_empty(0) for core in cores]
     dbias = dy.reshape(-1, program[1]).sum(0) if wants & OF_BIAS else dy.new_empty(0)
+
+    # A core has y = W h, with h (blocks, fan_in, tokens) and y (blocks, fan_out, tokens), hence
+    # dW = dy h^T and dh = W^T dy. After an activation it has h = silu(z) / SILU_RMS: the factor is
+    # applied to dW and W, which are smaller, and the slope of silu at z to dh, in place.
     dh = _widen(dy, widths[-1])
     for n, stage in reversed([*enumerate(stages)]):
-        activated = bool(n and program[-1])
-        scale = 1 / SILU_RMS if activated else 1
-        h = F.silu(activations[n]) if activated else activations[n]
-        # (blocks, fan_out, tokens) by (blocks, tokens, fan_in)
+        is_activated = bool(n and program[-1])
+        h = F.silu(activations[n]) if is_activated else activations[n]
         gradient = stage.write.blocks(dh)
         if wants & OF_CORES:
             dweight = torch.bmm(gradient, stage.read.blocks(h).mT)
-            dcores[n] = stage.gradient(dweight * scale if activated else dweight, cores[n])
+            if is_activated:
+                dweight = dweight * (1 / SILU_RMS)
+            dcores[n] = stage.gradient(dweight, cores[n])
         if n or wants & OF_X:
             weight = stage.weight(cores[n]).mT
+            if is_activated:
+                weight = weight * (1 / SILU_RMS)
             dh = torch.empty_like(h) if n else dx.mT
-            stage.read.multiply(weight * scale if activated else weight, gradient, dh)
-        if activated:
+            stage.read.multiply(weight, gradient, dh)
+        if is_activated:
             torch.ops.aten.silu_backward(dh, activations[n], grad_input=dh)
     dx = dx[:, : program[0]].reshape(x.shape if wants & OF_X else 0)
     return [dx, *dcores, dbias]
@@ -178,34 +188,32 @@ def gradients(
 def _widen(x: Tensor, width: int) -> Tensor:
     """x as `(width, tokens)`, with zeros for the features that it lacks."""
     x = x.reshape(-1, x.shape[-1])
-    return (F.pad(x, (0, width - x.shape[1])) if width > x.shape[1] else x).mT
+    if width > x.shape[1]:
+        x = F.pad(x, (0, width - x.shape[1]))
+    return x.mT
 
 
 # ---- from the integers of a program --------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A run of axes of x, of y, or of an activation between two cores."""
-
-    size: int
-    made: bool  #: whether it is fan-out of the core before; or else it counts its blocks
-    summed: bool  #: whether it is fan-in of the core after; or else it counts its blocks
-
-
-@dataclass(frozen=True)
 class Place:
-    """x, y or an activation between two cores: its axes in three orders, the tokens left out."""
+    """x, y or an activation between two cores, the tokens left out.
 
-    axes: Sequence[Axis]  #: as the core before makes them
-    wanted: Sequence[int]  #: as the core after reads them
-    stored: Sequence[int]  #: as they lie
+    Its axes are numbered as the core before writes them, from the outermost on.
+    """
+
+    sizes: Sequence[int]  #: of the axes
+    read: Sequence[int]  #: the axes in the order in which the core after reads them
+    stored: Sequence[int]  #: the axes in the order in which they lie
+    fan_out: set[int]  #: of the core before; the other axes count that core's blocks
+    fan_in: set[int]  #: of the core after; the other axes count that core's blocks
 
     def layout(self, blocks: Sequence[int], features: Sequence[int]) -> Layout:
         """How a core finds its blocks, whose axes these are, and the features of each."""
         block_positions = [self.stored.index(axis) for axis in blocks]
         feature_positions = [self.stored.index(axis) for axis in features]
-        sizes = [self.axes[axis].size for axis in self.stored]
+        sizes = [self.sizes[axis] for axis in self.stored]
         block_count = prod(sizes[position] for position in block_positions)
         features_per_block = prod(sizes[position] for position in feature_positions)
         innermost = len(sizes) - 1
@@ -252,40 +260,64 @@ def stages_of(program: tuple[int, ...]) -> tuple[Stage, ...]:
         count = next(moves)
         sizes = [*islice(moves, count)] or [width]
         order = [*islice(moves, count)] or [0]
-        axes, wanted = _split(sizes, order, blocks[n], blocks[n + 1])
-        places.append(_place(axes, wanted, n == 0, n == len(steps)))
-    return tuple(
-        _stage(steps[n][0], steps[n][1], places[n], places[n + 1]) for n in range(len(steps))
-    )
+        pieces = _cut(sizes, order, blocks[n], blocks[n + 1])
+        place = _place(pieces, order, blocks[n], blocks[n + 1])
+        if n == 0:
+            place = replace(place, stored=range(len(place.sizes)))
+        elif n == len(steps):
+            place = replace(place, stored=place.read)
+        places.append(place)
+
+    stages = []
+    for (batch, repeat, _, _), (before, after) in zip(steps, pairwise(places), strict=True):
+        stages.append(_stage(batch, repeat, before, after))
+    return tuple(stages)
 
 
-def _split(
-    sizes: Sequence[int], order: Sequence[int], before: int, after: int
-) -> tuple[list[Axis], list[int]]:
-    """The axes of a move, cut where the blocks of the core before end, and those of the one after;
-    and the order in which the latter reads them."""
-    ends: list[set[int]] = [{1, size} for size in sizes]  # where each axis is cut
+def _cut(sizes: Sequence[int], order: Sequence[int], before: int, after: int) -> list[list[int]]:
+    """Cut each axis of a move where the blocks of the core before end, and of the core after.
+
+    Args:
+        sizes: of the axes, as the core before writes them.
+        order: of the axes, as the core after reads them.
+        before: number of blocks of the core before, which are outermost there.
+        after: the same of the core after.
+
+    Returns:
+        The sizes of the pieces of each axis.
+    """
+    cuts: list[set[int]] = [{1, size} for size in sizes]
     for axes, blocks in ((range(len(sizes)), before), (order, after)):
         outer = 1
         for axis in axes:
             if outer < blocks < outer * sizes[axis]:
-                ends[axis].add(blocks // outer)
+                cuts[axis].add(blocks // outer)
             outer *= sizes[axis]
+    pieces = []
+    for cuts_of_axis in cuts:
+        # an axis of 12 that is cut at {1, 4, 12} has pieces of 4 and 3, from outside
+        pieces.append([stop // start for start, stop in pairwise(sorted(cuts_of_axis))] or [1])
+    return pieces
 
-    pieces: list[int] = []  # the sizes of all axes after the cuts, as the core before makes them
-    pieces_of_axis = []  # their numbers
-    for ends_of_axis in ends:
-        cuts = sorted(ends_of_axis)
-        first_piece = len(pieces)
-        pieces += [outer // inner for inner, outer in pairwise(cuts)] or [1]
-        pieces_of_axis.append(range(first_piece, len(pieces)))
-    wanted: list[int] = []
+
+def _place(pieces: Sequence[Sequence[int]], order: Sequence[int], before: int, after: int) -> Place:
+    """An activation between two cores, of the pieces of its axes; the other arguments as `_cut`."""
+    sizes: list[int] = []
+    numbers = []  # of the pieces of each axis
+    for piece_sizes in pieces:
+        numbers.append(range(len(sizes), len(sizes) + len(piece_sizes)))
+        sizes += piece_sizes
+    written = range(len(sizes))
+    read: list[int] = []
     for axis in order:
-        wanted += pieces_of_axis[axis]
-
-    made = _inside(pieces, range(len(pieces)), before)
-    summed = _inside(pieces, wanted, after)
-    return [Axis(size, n in made, n in summed) for n, size in enumerate(pieces)], wanted
+        read += numbers[axis]
+    fan_out = _inside(sizes, written, before)
+    fan_in = _inside(sizes, read, after)
+    # (blocks of the core after, rank, blocks of the core before), the tokens innermost
+    stored = [axis for axis in read if axis not in fan_in]
+    stored += [axis for axis in written if axis in fan_in and axis in fan_out]
+    stored += [axis for axis in written if axis in fan_in and axis not in fan_out]
+    return Place(sizes, read, stored, fan_out, fan_in)
 
 
 def _inside(sizes: Sequence[int], order: Sequence[int], blocks: int) -> set[int]:
@@ -299,30 +331,27 @@ def _inside(sizes: Sequence[int], order: Sequence[int], blocks: int) -> set[int]
     return inside
 
 
-def _place(axes: Sequence[Axis], wanted: Sequence[int], is_x: bool, is_y: bool) -> Place:
-    made_order = range(len(axes))
-    if is_x:
-        stored = [*made_order]
-    elif is_y:
-        stored = [*wanted]
-    else:  # (blocks of the core after, rank, blocks of the core before), the tokens innermost
-        stored = [axis for axis in wanted if not axes[axis].summed]
-        for made in (True, False):
-            stored += [axis for axis in made_order if axes[axis].summed and axes[axis].made == made]
-    return Place(axes, wanted, stored)
-
-
 def _stage(batch: int, repeat: int, before: Place, after: Place) -> Stage:
-    fan_in = [axis for axis in before.wanted if before.axes[axis].summed]
-    fan_out = [axis for axis, each in enumerate(after.axes) if each.made]
-    in_stored = [axis for axis in before.stored if before.axes[axis].summed]
-    out_stored = [axis for axis in after.stored if after.axes[axis].made]
-    read_blocks = [axis for axis in before.wanted if not before.axes[axis].summed]
-    write_blocks = [axis for axis, each in enumerate(after.axes) if not each.made]
-    sizes = [batch, *(after.axes[a].size for a in fan_out), *(before.axes[a].size for a in fan_in)]
-    order = [0, *(1 + fan_out.index(axis) for axis in out_stored)]
-    order += [1 + len(fan_out) + fan_in.index(axis) for axis in in_stored]
+    """A core that reads one place and writes the next one."""
+    fan_in = [axis for axis in before.read if axis in before.fan_in]
+    read_blocks = [axis for axis in before.read if axis not in before.fan_in]
+    stored_fan_in = [axis for axis in before.stored if axis in before.fan_in]
+    fan_out = sorted(after.fan_out)
+    written_blocks = [axis for axis in range(len(after.sizes)) if axis not in after.fan_out]
+    stored_fan_out = [axis for axis in after.stored if axis in after.fan_out]
+
+    # The stored core has the axes (batch, *fan_out, *fan_in), each in the order of its own core.
+    # In `Stage.weight` they are in the order in which the two activations have them.
+    out_sizes = [after.sizes[axis] for axis in fan_out]
+    in_sizes = [before.sizes[axis] for axis in fan_in]
+    order = [0]
+    order += [1 + fan_out.index(axis) for axis in stored_fan_out]
+    order += [1 + len(fan_out) + fan_in.index(axis) for axis in stored_fan_in]
     return Stage(
-        batch, repeat, tuple(sizes), tuple(order),
-        before.layout(read_blocks, in_stored), after.layout(write_blocks, out_stored),
-    )  # fmt: skip
+        batch=batch,
+        repeat=repeat,
+        sizes=(batch, *out_sizes, *in_sizes),
+        order=tuple(order),
+        read=before.layout(read_blocks, stored_fan_in),
+        write=after.layout(written_blocks, stored_fan_out),
+    )

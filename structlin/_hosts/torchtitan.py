@@ -1,4 +1,7 @@
-"""torchtitan: how the weights of its experts lie."""
+"""torchtitan: how the weights of its experts lie. In all else its models are plain torch.
+
+What torchtitan imports from here by name is in `structlin.torchtitan`.
+"""
 
 from collections.abc import Mapping
 

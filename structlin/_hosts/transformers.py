@@ -40,11 +40,13 @@ class Transformers(Host):
         flags = vars(module)
         if not flags.keys() >= _DECORATED:
             return find_by_class_name(module, _EXPERTS)
-        fused = "(f m)" if flags["is_concatenated"] else "(m f)"
-        first = f"e n {fused}" if flags["is_transposed"] else f"e {fused} n"
-        plain = COLUMNS if flags["is_transposed"] else ROWS
-        up = {"gate_up_proj": first} if flags["has_gate"] else {"up_proj": plain}
-        return {**up, "down_proj": plain}
+        one_matrix = COLUMNS if flags["is_transposed"] else ROWS
+        if not flags["has_gate"]:
+            return {"up_proj": one_matrix, "down_proj": one_matrix}
+        # rows of the gate and of the matrix beside it: one after the other, or in turn
+        rows = "(f m)" if flags["is_concatenated"] else "(m f)"
+        two_matrices = f"e n {rows}" if flags["is_transposed"] else f"e {rows} n"
+        return {"gate_up_proj": two_matrices, "down_proj": one_matrix}
 
     def configs_of(self, module: nn.Module) -> Iterable[Any]:
         config = vars(module).get("config")

@@ -1,20 +1,22 @@
 """`StructuredLinear`: a structure with parameters, as a layer."""
 
 from collections.abc import Callable, Sequence
-from math import prod, sqrt
-from typing import Any, Protocol
+from math import sqrt
+from typing import Annotated, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from .._engine import product
+from .._engine.operands import check_bias, check_cores, check_input
 from .._engine.operators import Affine
 from .._hosts.transformers import is_guarded
 from .._projection.solve import project
-from .._structure.arguments import check_cores, check_dense, check_input, checked, require_choice
+from .._structure.arguments import Range, checked, require_choice
 from .._structure.families import DEFAULT, Family, label, structure_of, warn_of_padding
 from .._structure.order import warn_of_order
 from .._structure.structure import Structure
+from .._tensors import Device, Dtype, require_finite
 from ..duality import polar_factor
 from ..scaling import INITS, expected_norm, init_std
 from .state import DescribedModule
@@ -60,9 +62,10 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
             see `WeightView`.
 
     Raises:
-        ValueError: the structure does not fit the widths; `init` is unknown; a flag is neither True
-            nor False; W is asked for (`to_dense`, `weight`) of a structure that has none.
-        TypeError: `structure` is neither a family nor a `Structure`.
+        ValueError: the structure does not fit the widths; `init` is unknown; W is asked for
+            (`to_dense`, `weight`) of a structure that has none.
+        TypeError: an argument is of another type: a width that is no integer, a flag that is
+            neither True nor False.
 
     >>> from structlin import BTT
     >>> layer = StructuredLinear(768, 3072, BTT(rank=2))
@@ -81,13 +84,14 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         in_features: int,
         out_features: int,
         structure: Family | Structure = DEFAULT,
-        bias: bool | int | None = True,  # configs have 0, 1 and None too, which nn.Linear takes
+        # configs have 0, 1 and None too, which nn.Linear takes
+        bias: bool | Annotated[int, Range(0, 1)] | None = True,
         *,
         weight_norm: bool = False,
         init: str = "mup",
         zero_init: bool = False,
-        device: torch.device | str | int | None = None,
-        dtype: torch.dtype | None = None,
+        device: Device = None,
+        dtype: Dtype = None,
     ) -> None:
         super().__init__()
         require_choice("init", init, INITS)
@@ -152,7 +156,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
 
         The norm is met in root mean square over draws, by the last core; zero zeroes it. For inputs
         of unit RMS it is `sqrt(out_features)` times the RMS of the outputs, see docs/theory.md;
-        this is what it means of a structure without a matrix.
+        for a structure without a matrix that is its definition.
 
         Raises:
             ValueError: `norm` is negative or not finite.
@@ -162,13 +166,15 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         >>> bool(0.9 < layer.to_dense().norm() / (0.02 * 256) < 1.1)
         True
         """
-        padded = self.structure.in_features, self.structure.out_features
-        activated = self.structure.between is not None
+        structure = self.structure
+        activated = structure.between is not None
+        padded_norm = expected_norm(structure.cores, self.stds, structure.in_features, activated)
         # cropping W from its padded widths leaves this share of its squared norm
-        share = self.in_features * self.out_features / prod(padded)
-        norm_of_padded = expected_norm(self.structure.cores, self.stds, padded[0], activated)
+        padded_size = structure.in_features * structure.out_features
+        share = self.in_features * self.out_features / padded_size
+        scale = norm / (sqrt(share) * padded_norm)
         self.zero_init = norm == 0
-        self.init_scale = norm / (sqrt(share) * norm_of_padded) or 1.0
+        self.init_scale = scale or 1.0  # zero is drawn as `zero_init`
         self.reset_parameters()
         return self
 
@@ -239,12 +245,26 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         >>> torch.allclose(layer.to_dense(), dense, atol=1e-5)
         True
         """
-        check_dense(weight, bias, (self.out_features, self.in_features), self.bias is not None)
+        self._check_dense(weight, bias)
         self.set_cores_(project(weight, self.structure))
         if self.bias is not None and bias is not None:
             with torch.no_grad():
                 self.bias.copy_(bias)
         return self
+
+    def _check_dense(self, weight: Tensor, bias: Tensor | None) -> None:
+        """Refuse a dense layer's parameters that do not fit this layer."""
+        shape = self.out_features, self.in_features
+        if tuple(weight.shape) != shape:
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}; "
+                f"it must be (out_features, in_features) = {shape}"
+            )
+        if bias is not None:
+            if self.bias is None:
+                raise ValueError("bias is given, but the layer has none: make it with bias=True")
+            check_bias(bias, self.out_features, bias.device)
+            require_finite("bias", bias)
 
     @torch.no_grad()
     def set_cores_(self, cores: Sequence[Tensor]) -> "StructuredLinear":
@@ -258,10 +278,12 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         check_cores(self.structure, cores)
         if self.cores[0].is_meta:
             raise ValueError("the layer is on the meta device: move it with to_empty(device=...)")
-        for n, (parameter, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):
+        for parameter, core in zip(self.cores, cores, strict=True):
             parameter.copy_(core)
-            if self.gains is not None:
-                self.gains[n] = max(1.0, core.float().square().mean().sqrt().item() / std)
+        if self.gains is not None:
+            for n, core in enumerate(cores):
+                rms = core.float().square().mean().sqrt().item()
+                self.gains[n] = max(1.0, rms / self.stds[n])
         return self
 
     def computes_with(self) -> dict[str, Any]:

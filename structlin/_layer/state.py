@@ -55,13 +55,13 @@ class DescribedModule(InitialisedModule):
             self._undrawn = False
 
 
-def tell_difference(own: dict[str, Any], said: Any) -> str:
+def tell_difference(in_model: dict[str, Any], in_state: Any) -> str:
     """The first entry that differs; empty if all are equal.
 
     >>> tell_difference({"in_features": 4, "sigma": None}, {"in_features": 4, "sigma": [0.5]})
     'sigma=None in the model, [0.5]'
     """
-    for name in dict.fromkeys([*own, *said]):
-        if own.get(name) != said.get(name):
-            return f"{name}={own.get(name)} in the model, {said.get(name)}"
+    for name in dict.fromkeys([*in_model, *in_state]):
+        if in_model.get(name) != in_state.get(name):
+            return f"{name}={in_model.get(name)} in the model, {in_state.get(name)}"
     return ""

@@ -18,7 +18,7 @@ _METHODS = (
     "size dim numel element_size is_floating_point is_complex get_device stride is_contiguous "
     "__len__"
 )
-_METADATA = {
+METADATA = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
     *(getattr(Tensor, name) for name in _METHODS.split()),
     torch.numel,
@@ -101,7 +101,8 @@ class WeightView(Tensor):
             device=cores[0].device,
             requires_grad=not detached and any(core.requires_grad for core in cores),
         )
-        view.layer, view.detached = layer, detached
+        view.layer = layer
+        view.detached = detached
         return view
 
     @classmethod
@@ -113,18 +114,15 @@ class WeightView(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with without_subclasses():
                 return func(*args, **kwargs)
         if func == _IS_LEAF:  # made anew at each look-up
             return not args[0].requires_grad
         if func is F.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)
-            if (
-                isinstance(weight, WeightView)
-                and not isinstance(x, WeightView)
-                and not weight.detached
-            ):
+            reads_numbers = isinstance(x, WeightView)
+            if isinstance(weight, WeightView) and not weight.detached and not reads_numbers:
                 return weight.layer.multiply(x, bias)
         if func in _DETACHING:
             return cls(args[0].layer, detached=True)
@@ -149,14 +147,18 @@ def _refuse_writing(
 ) -> None:
     """Raises: RuntimeError: `func` would write to a `WeightView`."""
     name = getattr(func, "__name__", str(func))
-    in_place = name.endswith("_") and not name.endswith("__")
-    in_place = in_place or name in ("__set__", "__setitem__")
-    target = (args[:1] or list(kwargs.values())[:1]) if in_place else kwargs.get("out")
-    attribute: Any = getattr(func, "__self__", None)
-    what = f"setting {attribute.__name__}" if name == "__set__" else name
-    for value in tree_leaves(target):
-        if isinstance(value, WeightView):
-            _refuse_change(what, value.layer)
+    ends_in_place = name.endswith("_") and not name.endswith("__")
+    written = kwargs.get("out")
+    if ends_in_place or name in ("__set__", "__setitem__"):
+        arguments = [*args, *kwargs.values()]
+        written = arguments[:1]
+    what = name
+    if name == "__set__":
+        attribute: Any = getattr(func, "__self__", None)
+        what = f"setting {attribute.__name__}"
+    for tensor in tree_leaves(written):
+        if isinstance(tensor, WeightView):
+            _refuse_change(what, tensor.layer)
 
 
 def _refuse_change(what: str, layer: InPlaceOfLinear) -> NoReturn:

@@ -1,9 +1,9 @@
-"""What a linear layer is: its widths, the role that its name tells, what somebody has set on it."""
+"""What a linear layer is: its widths, and the role that its name tells."""
 
 import re
 from itertools import chain
+from typing import NamedTuple
 
-import torch
 from torch import nn
 
 from .._hosts import registry
@@ -32,18 +32,23 @@ _ROLE_PATTERNS = (
         r"|(up|down|gate|gate_up)_proj)(\.|$)",
     ),
 )
-STORES = ("_parameters", "_buffers", "_modules")
-_SMALLEST: dict[type[nn.Module], nn.Module] = {}
 
 
-def widths(module: nn.Module) -> tuple[int, int] | None:
-    """`(in_features, out_features)` of a linear layer of any kind; None for another module."""
+class Widths(NamedTuple):
+    """The widths of a linear layer."""
+
+    in_features: int
+    out_features: int
+
+
+def widths(module: nn.Module) -> Widths | None:
+    """The widths of a linear layer of any kind; None for another module."""
     if isinstance(module, nn.Linear | StructuredLinear):
-        return module.in_features, module.out_features
+        return Widths(module.in_features, module.out_features)
     if is_conv1d(module):
         weight = module._parameters["weight"]
         assert weight is not None
-        return weight.shape[0], weight.shape[1]
+        return Widths(*weight.shape)
     return None
 
 
@@ -57,27 +62,3 @@ def role_of(name: str) -> str:
         if re.search(pattern, name, re.IGNORECASE):
             return role
     return "other"
-
-
-def is_bookkeeping(attribute: str) -> bool:
-    """Whether torch.compile or another library left it on a layer, for itself."""
-    return attribute.startswith("_dynamo") or registry.is_bookkeeping(attribute)
-
-
-def find_attributes(module: nn.Module) -> list[str]:
-    """The attributes that somebody has set on a linear layer."""
-    usual = dir(build_smallest(type(module)))
-    return [name for name in vars(module) if name not in usual or is_bookkeeping(name)]
-
-
-def build_smallest(kind: type[nn.Module]) -> nn.Module:
-    """A new linear layer of that kind, 1 -> 1 and without values, to compare others with."""
-    if kind not in _SMALLEST:
-        with torch.device("meta"):
-            _SMALLEST[kind] = kind(1, 1)
-    return _SMALLEST[kind]
-
-
-def carry_attributes(old: nn.Module, new: nn.Module) -> None:
-    """Set on the linear layer `new` what somebody has set on `old`, whose place it takes."""
-    vars(new).update({name: vars(old)[name] for name in find_attributes(old)})

@@ -4,7 +4,7 @@ time, and no logit is computed twice."""
 from collections.abc import Collection
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import parametrize
 
-from .._structure.arguments import checked, require_choice, show
+from .._structure.arguments import ANY_INTEGER, checked, require_choice, show
 from .._torch import is_autocast_enabled, keeps_graph, leave_uncompiled
 from .obstacles import find_what_is_lost
 
@@ -31,7 +31,7 @@ def linear_cross_entropy(
     layer: nn.Module,
     target: Tensor,
     *,
-    ignore_index: int = -100,
+    ignore_index: Annotated[int, ANY_INTEGER] = -100,
     reduction: str = "mean",
 ) -> Tensor:
     """`F.cross_entropy(layer(input).flatten(0, -2), target.flatten(), ...)`, without all logits.
@@ -97,8 +97,15 @@ def _is_dense(layer: nn.Module, rows: Tensor) -> bool:
     return wide and not _autocast(rows) and not find_what_is_lost(layer)
 
 
-def _choose_sizes(layer: nn.Module, rows: Tensor) -> tuple[int, int]:
-    """The number of classes, and the tokens of a chunk."""
+class _Sizes(NamedTuple):
+    """The sizes of a chunk's logits."""
+
+    classes: int
+    tokens: int
+
+
+def _choose_sizes(layer: nn.Module, rows: Tensor) -> _Sizes:
+    """As many tokens as the comment at `CHUNK_BYTES` and the parameters of the layer ask for."""
     classes = getattr(layer, "out_features", None)
     if not isinstance(classes, int):
         cast = partial(torch.autocast, rows.device.type, cache_enabled=False)
@@ -109,7 +116,7 @@ def _choose_sizes(layer: nn.Module, rows: Tensor) -> tuple[int, int]:
     tokens = max(least_bytes // 4, params) // max(classes, 1)
     if tokens > TOKENS_STEP:
         tokens -= tokens % TOKENS_STEP
-    return classes, max(1, tokens)
+    return _Sizes(classes, max(1, tokens))
 
 
 def _autocast(x: Tensor) -> bool:

@@ -1,4 +1,5 @@
-"""What forbids to replace a linear layer, or any layer of a model: what would be lost, and why."""
+"""What a new layer takes over from a linear layer in whose place it is put, what would be lost, and
+what forbids to replace it."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._hosts.registry import is_plain_linear
+from .._hosts import registry
 from .._hosts.transformers import is_conv1d
 from .._layer.linear import StructuredLinear
-from .kinds import STORES, build_smallest, find_attributes, is_bookkeeping
 
 # Modules of torch that hold on to the parameters of the model inside, and do not see them replaced.
 _WRAPPERS = {
@@ -19,6 +19,8 @@ _WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
     "FullyShardedDataParallel": "FullyShardedDataParallel",
 }
+_STORES = ("_parameters", "_buffers", "_modules")
+_SMALLEST: dict[type[nn.Module], nn.Module] = {}
 _ADAPTER = re.compile(r"(^|\.)(base_layer|lora_[A-Za-z_]+|original_module|modules_to_save)(\.|$)")
 
 
@@ -66,10 +68,11 @@ def find_obstacle(
         return "is structured already"
     if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
         return "belongs to nn.MultiheadAttention, which reads its weight without calling it"
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    weight = module._parameters.get("weight")
+    bias = module._parameters.get("bias")
     if hasattr(weight, "full_tensor"):
         return "has a sharded weight (DTensor): convert before fully_shard"
-    if kind is not nn.Linear and not is_conv1d(module) and not is_plain_linear(kind):
+    if kind is not nn.Linear and not is_conv1d(module) and not registry.is_plain_linear(kind):
         return f"is a {kind.__name__}, not a plain nn.Linear: its own behaviour would be lost"
     if any(_ADAPTER.search(name) for name in names):
         return "belongs to an adapter: merge it first, or convert before it is added"
@@ -87,10 +90,10 @@ def find_obstacle(
         return f"has a weight of shape {tuple(weight.shape)}, no longer that of the layer: {shape}"
     if bias is not None and tuple(bias.shape) != shape[:1]:
         return f"has a bias of shape {tuple(bias.shape)}, not (out_features,) = {shape[:1]}"
-    names = dir(build_smallest(StructuredLinear))
-    used = [x for x in find_attributes(module) if x in names and not is_bookkeeping(x)]
-    if used:
-        return f"has an attribute {used[0]!r}, a name that StructuredLinear needs for itself"
+    needed = dir(_build_smallest(StructuredLinear))
+    for attribute in _find_attributes(module):
+        if attribute in needed and not is_bookkeeping(attribute):
+            return f"has an attribute {attribute!r}, a name that StructuredLinear needs for itself"
     return find_what_is_lost(module)
 
 
@@ -100,10 +103,10 @@ def find_what_is_lost(module: nn.Module) -> str:
     if additions:
         return f"has more than a layer of its kind has, which would be lost: {', '.join(additions)}"
     for child in module.modules():  # the layer itself first
-        hooks = [name for name in vars(child) if name.endswith("_hooks")]
-        hooks = [name for name in hooks if _list_hooks(vars(child)[name])]
-        if hooks:
-            return f"has hooks, which would be lost: {', '.join(hooks)}"
+        registries = [name for name in vars(child) if name.endswith("_hooks")]
+        filled = [name for name in registries if _list_hooks(vars(child)[name])]
+        if filled:
+            return f"has hooks, which would be lost: {', '.join(filled)}"
         for name in vars(child):
             hides_method = hasattr(type(child), name) and name != "__module__"
             if hides_method and not is_bookkeeping(name):
@@ -130,16 +133,16 @@ def find_reason_to_keep(layer: StructuredLinear, *kinds: type[StructuredLinear])
     return find_what_is_lost(layer)
 
 
-def _list_hooks(registry: Any) -> list[Any]:
+def _list_hooks(hook_registry: Any) -> list[Any]:
     """The functions of a registry of hooks, without those that torch's weight_norm leaves behind.
 
     `remove_parametrizations` does not remove them. They read states from before torch 2.0. A
     parametrisation that is still there is found as a module.
     """
-    if isinstance(registry, Mapping):
-        hooks = list(registry.values())
+    if isinstance(hook_registry, Mapping):
+        hooks = list(hook_registry.values())
     else:
-        hooks = [registry] if registry else []
+        hooks = [hook_registry] if hook_registry else []
     functions = [getattr(hook, "hook", hook) for hook in hooks]  # torch wraps some
     leaving = "torch.nn.utils.parametrizations"
     return [function for function in functions if getattr(function, "__module__", "") != leaving]
@@ -147,12 +150,39 @@ def _list_hooks(registry: Any) -> list[Any]:
 
 def _find_additions(module: nn.Module) -> list[str]:
     """Parameters, buffers and submodules that somebody has added to a linear layer."""
-    usual = build_smallest(type(module))
+    usual = _build_smallest(type(module))
     additions = []
-    for store in STORES:
+    for store in _STORES:
         additions += [name for name in getattr(module, store) if name not in getattr(usual, store)]
     if isinstance(module, StructuredLinear):
-        for store in STORES:
+        for store in _STORES:
             names = getattr(module.cores, store)
             additions += [f"cores.{name}" for name in names if name not in module.core_names]
     return additions
+
+
+# ---- what somebody has set on a layer ------------------------------------------------------------
+
+
+def carry_attributes(old: nn.Module, new: nn.Module) -> None:
+    """Set on the linear layer `new` what somebody has set on `old`, whose place it takes."""
+    vars(new).update({name: vars(old)[name] for name in _find_attributes(old)})
+
+
+def is_bookkeeping(attribute: str) -> bool:
+    """Whether torch.compile or another library left it on a layer, for itself."""
+    return attribute.startswith("_dynamo") or registry.is_bookkeeping(attribute)
+
+
+def _find_attributes(module: nn.Module) -> list[str]:
+    """The attributes that somebody has set on a linear layer."""
+    usual = dir(_build_smallest(type(module)))
+    return [name for name in vars(module) if name not in usual or is_bookkeeping(name)]
+
+
+def _build_smallest(kind: type[nn.Module]) -> nn.Module:
+    """A new linear layer of that kind, 1 -> 1 and without values, to compare others with."""
+    if kind not in _SMALLEST:
+        with torch.device("meta"):
+            _SMALLEST[kind] = kind(1, 1)
+    return _SMALLEST[kind]

@@ -3,6 +3,7 @@ others fixed."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import inf, sqrt
 
 import torch
@@ -178,8 +179,8 @@ def _is_blockwise(structure: Structure) -> bool:
 class _Column:
     """What one column of blocks reads: inputs X, their gram and its root."""
 
-    inputs: Tensor  #: (tokens, own), without the last tokens where these inputs are all zero
-    gram: Tensor  #: X^T X + ridge, (own, own)
+    inputs: Tensor  #: (tokens, inner), without the last tokens where these inputs are all zero
+    gram: Tensor  #: X^T X + ridge, (inner, inner)
     root: Tensor  #: lower triangular, root root^T = gram
 
 
@@ -192,39 +193,43 @@ class _Blocks:
     """
 
     def __init__(self, structure: Structure, x: Tensor, y: Tensor) -> None:
-        inputs, outputs = structure.inputs, structure.outputs
+        inputs = structure.inputs
+        outputs = structure.outputs
         first, last = structure.cores
         self.structure = structure
         # the axes that number the columns of blocks and their rows, then those inside a block
         self.column_axes = [axis for axis in inputs if axis in last.axes]
-        self.own_axes = [axis for axis in inputs if axis not in last.axes]
+        self.inner_inputs = [axis for axis in inputs if axis not in last.axes]
         self.row_axes = [axis for axis in outputs if axis in first.axes]
-        self.rest_axes = [axis for axis in outputs if axis not in first.axes]
+        self.inner_outputs = [axis for axis in outputs if axis not in first.axes]
         ends = {*inputs, *outputs}
         self.rank_axes = [axis for axis in first.axes if axis not in ends]
         self.sizes = {**structure.sizes, "tokens": len(x)}
         self.padding = structure.out_features - y.shape[1]
 
         outputs_of_y = F.pad(torch.ones_like(y[0]), (0, self.padding))  # 0 where y lacks one
-        grouped = group_axes(outputs_of_y, outputs, (self.row_axes, self.rest_axes), self.sizes)
-        self.present = grouped[..., None]  # (rows, rest, 1)
+        grouped = group_axes(outputs_of_y, outputs, (self.row_axes, self.inner_outputs), self.sizes)
+        self.present = grouped[..., None]  # (rows, inner, 1)
         self.columns = self._read_columns(x)
 
     def _read_columns(self, x: Tensor) -> list[_Column]:
-        groups = self.column_axes, ["tokens"], self.own_axes
+        groups = self.column_axes, ["tokens"], self.inner_inputs
         tokens = ["tokens", *self.structure.inputs]
-        columns = group_axes(x, tokens, groups, self.sizes)  # (columns, tokens, own)
+        columns = group_axes(x, tokens, groups, self.sizes)  # (columns, tokens, inner)
         # x that comes from a covariance is triangular: half of its products are with zeros
-        used = (columns != 0).any(-1)
+        has_numbers = (columns != 0).any(-1)  # (columns, tokens)
         positions = torch.arange(1, len(x) + 1, device=x.device)
-        ends = (used * positions).amax(-1).tolist()  # (columns,)
-        grams = columns.double().mT @ columns.double()  # (columns, own, own)
+        lengths = (has_numbers * positions).amax(-1).tolist()  # up to the last that has
+        grams = columns.double().mT @ columns.double()  # (columns, inner, inner)
         mean = mean_diagonal(grams).mean().item() or 1.0
         ridge = 10 * torch.finfo(x.dtype).eps * mean
         grams = grams + ridge * identity_like(grams)
         roots = torch.linalg.cholesky(grams).to(x)
         grams = grams.to(x)
-        return [_Column(columns[n, :end], grams[n], roots[n]) for n, end in enumerate(ends)]
+        read_columns = []
+        for n, length in enumerate(lengths):
+            read_columns.append(_Column(columns[n, :length], grams[n], roots[n]))
+        return read_columns
 
     def refit(self, cores: list[Tensor], residual: Tensor, step_length: float) -> list[Tensor]:
         """Both cores, by one pass over the columns of blocks.
@@ -237,15 +242,15 @@ class _Blocks:
             The new cores. Outputs that y lacks are zero in them.
         """
         first, last = self.structure.cores
-        right_groups = self.column_axes, self.row_axes, self.rank_axes, self.own_axes
-        left_groups = self.column_axes, self.row_axes, self.rest_axes, self.rank_axes
-        # (columns, rows, rank, own), (columns, rows, rest, rank)
+        right_groups = self.column_axes, self.row_axes, self.rank_axes, self.inner_inputs
+        left_groups = self.column_axes, self.row_axes, self.inner_outputs, self.rank_axes
+        # (columns, rows, rank, inner inputs), (columns, rows, inner outputs, rank)
         right = group_axes(cores[0], [*first.axes], right_groups, self.sizes)
         left = group_axes(cores[1], [*last.axes], left_groups, self.sizes) * self.present
         padded = F.pad(residual, (0, self.padding))
-        groups = ["tokens"], [*self.row_axes, *self.rest_axes]
+        groups = ["tokens"], [*self.row_axes, *self.inner_outputs]
         names = ["tokens", *self.structure.outputs]
-        missing = group_axes(padded, names, groups, self.sizes).clone()  # (tokens, rows rest)
+        missing = group_axes(padded, names, groups, self.sizes).clone()  # (tokens, outputs)
 
         new_right = []
         new_left = []
@@ -254,35 +259,32 @@ class _Blocks:
             new_left.append(factors[0])
             new_right.append(factors[1])
         return [
-            store(self.structure, 0, torch.stack(new_right), _join(right_groups)),
-            store(self.structure, 1, torch.stack(new_left), _join(left_groups)),
+            store(self.structure, 0, torch.stack(new_right), [*chain(*right_groups)]),
+            store(self.structure, 1, torch.stack(new_left), [*chain(*left_groups)]),
         ]
 
 
 def _refit_column(
     column: _Column, left: Tensor, right: Tensor, missing: Tensor, step_length: float
 ) -> tuple[Tensor, Tensor]:
-    """The factors L' `(rows, rest, rank)` and R' `(rows, rank, own)` of one column of blocks L R.
+    """The new factors of one column of blocks L R: L' `(rows, inner outputs, rank)` and R' `(rows,
+    rank, inner inputs)`.
 
-    `missing` is M `(tokens, rows rest)`, what all blocks still miss of y, and is brought up to date
+    `missing` is M `(tokens, outputs)`, what all blocks still miss of y, and is brought up to date
     for the columns after this one. With A = root root^T the gram of the inputs X, the regression of
     M on X is L R + M^T X A^-1. So `goal` is that times A, and `white`, goal root^-T, is what the
     SVD truncates.
     """
     missing = missing[: len(column.inputs)]
-    block = left @ right  # (rows, rest, own)
+    block = left @ right  # (rows, inner outputs, inner inputs)
     regression = (missing.mT @ column.inputs).reshape(block.shape)
     goal = step_length * regression + block @ column.gram
     white = torch.linalg.solve_triangular(column.root, goal.mT, upper=False).mT
-    new_left, basis = approach(white, right @ column.root)  # basis: (rows, rank, own)
+    new_left, basis = approach(white, right @ column.root)  # (rows, rank, inner inputs)
     new_right = torch.linalg.solve_triangular(column.root.mT, basis.mT, upper=True).mT
     change = new_left @ new_right - block
     missing.addmm_(column.inputs, change.flatten(0, 1).mT, alpha=-1)
     return new_left, new_right
-
-
-def _join(groups: Sequence[Sequence[str]]) -> list[str]:
-    return [axis for group in groups for axis in group]
 
 
 # ---- one core ------------------------------------------------------------------------------------
@@ -319,7 +321,8 @@ def _least_squares(
     """
 
     def predict(core: Tensor) -> Tensor:
-        return weigh(apply(tail, [core, *cores[1:]], h)[:, : y.shape[1]], root)
+        prediction = apply(tail, [core, *cores[1:]], h)
+        return weigh(prediction[:, : y.shape[1]], root)
 
     core = cores[0]
     prediction, transposed, *_ = torch.func.vjp(predict, core)
@@ -339,8 +342,9 @@ def _least_squares(
         direction = conjugate + descent / last_descent * direction  # Fletcher & Reeves
         last_descent = descent
         change = predict(direction)  # as y: the prediction is linear in the core
-        curvature = change.square().sum().item() + ridge * direction.square().sum().item()
-        step = descent / curvature
+        curvature = change.square().sum().item()
+        damping = ridge * direction.square().sum().item()
+        step = descent / (curvature + damping)
         core = core + step * direction
         residual = residual - step * change
     return core, residual
@@ -366,7 +370,7 @@ class _Preconditioner:
 
         # maps^T maps, (blocks, fan_out, fan_out'): each later core twice, the second time with a
         # prime on the axes that lie between cores
-        read_later = {axis for later in tail.cores[1:] for axis in later.axes}
+        read_later = set(chain.from_iterable(later.axes for later in tail.cores[1:]))
         hidden = [axis for axis in read_later if axis not in ends]
         inside = {*fan_in, *fan_out}
         blocks = [axis for axis in self.axes if axis in read_later and axis not in inside]
@@ -443,10 +447,12 @@ def _is_chain(structure: Structure) -> bool:
     axes_of_cores = [set(core.axes) for core in structure.cores]
     ends = {*structure.inputs, *structure.outputs}
     for n, axes in enumerate(axes_of_cores[:-1]):
-        before = set().union(*axes_of_cores[:n])
-        after_next = set().union(*axes_of_cores[n + 2 :])
-        rank_axes = axes - ends - before  # made by this core, and summed by another
-        if not axes & after_next <= axes_of_cores[n + 1] or rank_axes & after_next:
+        axes_before = set().union(*axes_of_cores[:n])
+        next_axes = axes_of_cores[n + 1]
+        axes_after_next = set().union(*axes_of_cores[n + 2 :])
+        rank_axes = axes - ends - axes_before  # made by this core, and summed by another
+        skips_the_next_core = not axes & axes_after_next <= next_axes
+        if skips_the_next_core or rank_axes & axes_after_next:
             return False
     return True
 

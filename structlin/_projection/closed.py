@@ -9,6 +9,7 @@ LowRank, one SVD per block of BTT and Monarch (Dao et al. 2022, arXiv:2204.00595
 rearrangement of Kronecker (Van Loan & Pitsianis 1993); for more it is the TT-SVD (Oseledets 2011).
 """
 
+from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -20,17 +21,6 @@ from .axes import contract, group_axes, prime, split_axes, store, take_blocks
 from .matrices import truncate
 
 
-def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
-    """Truncated SVDs, one core after the other; with the covariance `c` of the inputs each SVD is
-    of the matrix times a root of the covariance of the inputs that the core sums."""
-    target = _read_matrix(structure, w, c)  # W, and later what is left of it
-    cores = []
-    for n in range(len(structure.cores) - 1):
-        first, target = _cut_first(structure, n, target, c)
-        cores.append(store(structure, n, first.tensor, first.axes))
-    return [*cores, store(structure, -1, target.tensor, target.axes)]
-
-
 class Named(NamedTuple):
     """A tensor over named axes, of any grouping of them."""
 
@@ -38,51 +28,98 @@ class Named(NamedTuple):
     axes: list[str]
 
 
-def _cut_first(
-    structure: Structure, n: int, target: Named, c: Tensor | None
-) -> tuple[Named, Named]:
-    """Core n, and what the cores after it must give."""
-    size = structure.sizes
+class CutOff(NamedTuple):
+    """A core, and what the cores after it must give."""
+
+    core: Named
+    target: Named
+
+
+def cut(structure: Structure, w: Tensor, c: Tensor | None) -> list[Tensor]:
+    """Truncated SVDs, one core after the other; with the covariance `c` of the inputs each SVD is
+    of the matrix times a root of the covariance of the inputs that the core sums."""
+    target = _read_matrix(structure, w, c)  # W, and later what is left of it
+    cores = []
+    for n in range(len(structure.cores) - 1):
+        axes = _find_axes(structure, n, target)
+        if c is None:
+            core, target = _cut_off(structure, axes, target)
+        else:
+            core, target = _cut_off_weighed(structure, axes, target, c)
+        cores.append(store(structure, n, core.tensor, core.axes))
+    return [*cores, store(structure, -1, target.tensor, target.axes)]
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The axes of the cut between a core and the cores after it."""
+
+    batch: list[str]  #: of both, and of the target: they number the problems
+    rows: list[str]  #: of the target, for the cores after
+    columns: list[str]  #: of the target, for the core
+    bond: list[str]  #: of both, and not of the target: they are summed, to a rank
+
+    @property
+    def problem(self) -> tuple[list[str], list[str], list[str]]:
+        return self.batch, self.rows, self.columns
+
+    @property
+    def core(self) -> list[str]:
+        return [*self.batch, *self.bond, *self.columns]
+
+    @property
+    def later(self) -> list[str]:
+        return [*self.batch, *self.rows, *self.bond]
+
+
+def _find_axes(structure: Structure, n: int, target: Named) -> _Axes:
+    """The axes of the cut between core n and the cores after it, which together give `target`."""
     core = structure.cores[n]
     read_later: set[str] = set()
-    for later in structure.cores[n + 1 :]:
-        read_later.update(later.axes)
-    # the axes of the target: those that number the problems, and their columns and rows
-    batch = [axis for axis in target.axes if axis in core.axes and axis in read_later]
-    columns = [axis for axis in target.axes if axis in core.axes and axis not in read_later]
-    rows = [axis for axis in target.axes if axis not in core.axes]
-    bond = [axis for axis in core.axes if axis not in target.axes]  # summed between: the rank
-    rank = prod(size[axis] for axis in bond)
-    groups = (batch, rows, columns)
-    core_axes = [*batch, *bond, *columns]
-    if c is None:
-        problems = group_axes(target.tensor, target.axes, groups, size)  # (batch, rows, columns)
-        left, right = truncate(problems, rank)  # (batch, rows, rank), (batch, rank, columns)
-        first = Named(right, core_axes)
-    else:
-        # The least |(T - left first) L| for each problem T, with L L^T = C of its inputs: the
-        # SVD is of T L, and its right factor is divided by L. Inputs that only this core reads
-        # (`summed`) are whitened; C may differ with the values of inputs that later cores read
-        # (`block_axes`).
-        ends = structure.inputs, structure.outputs
-        summed = [axis for axis in columns if axis in ends[0] and axis not in ends[1]]
-        reads = [axis for axis in target.axes if axis in ends[0] and axis in core.axes]
-        block_axes = [axis for axis in reads if axis not in summed]
-        blocks = take_blocks(c, structure.inputs, block_axes, summed, size)
-        root = torch.linalg.cholesky(blocks)  # L, (blocks, summed, summed)
-        root_axes = [*block_axes, *summed, *prime(summed)]
-        whitened = contract(
-            prime(target.axes, summed), target, (split_axes(root, root_axes, size), root_axes)
-        )
-        problems = group_axes(whitened, target.axes, groups, size)  # (batch, rows, columns)
-        left, right = truncate(problems, rank)  # (batch, rows, rank), (batch, rank, columns)
-        other_axes = [axis for axis in core_axes if axis not in (*block_axes, *summed)]
-        right_groups = (block_axes, other_axes, prime(summed))
-        grouped = group_axes(right, prime(core_axes, summed), right_groups, size)
-        solved = torch.linalg.solve_triangular(root, grouped, upper=False, left=False)
-        first = Named(solved, [*block_axes, *other_axes, *summed])
-    later_axes = [*batch, *rows, *bond]
-    return first, Named(split_axes(left, later_axes, size), later_axes)
+    for later_core in structure.cores[n + 1 :]:
+        read_later.update(later_core.axes)
+    of_both = [axis for axis in target.axes if axis in core.axes]
+    return _Axes(
+        batch=[axis for axis in of_both if axis in read_later],
+        rows=[axis for axis in target.axes if axis not in core.axes],
+        columns=[axis for axis in of_both if axis not in read_later],
+        bond=[axis for axis in core.axes if axis not in target.axes],
+    )
+
+
+def _cut_off(structure: Structure, axes: _Axes, target: Named) -> CutOff:
+    size = structure.sizes
+    rank = prod(size[axis] for axis in axes.bond)
+    problems = group_axes(target.tensor, target.axes, axes.problem, size)  # (batch, rows, columns)
+    left, right = truncate(problems, rank)  # (batch, rows, rank), (batch, rank, columns)
+    remainder = Named(split_axes(left, axes.later, size), axes.later)
+    return CutOff(Named(right, axes.core), remainder)
+
+
+def _cut_off_weighed(structure: Structure, axes: _Axes, target: Named, c: Tensor) -> CutOff:
+    """The least |(T - left right) L| for each problem T, with L L^T = C of its inputs: the SVD is
+    of T L, and its right factor is divided by L."""
+    size = structure.sizes
+    # Inputs that this core alone reads (`summed`) are whitened by L. C may differ with the values
+    # of inputs that later cores read too (`block_axes`).
+    inputs = [axis for axis in target.axes if axis in (*axes.batch, *axes.columns)]
+    inputs = [axis for axis in inputs if axis in structure.inputs]
+    summed = [axis for axis in inputs if axis in axes.columns and axis not in structure.outputs]
+    block_axes = [axis for axis in inputs if axis not in summed]
+    blocks = take_blocks(c, structure.inputs, block_axes, summed, size)
+    root = torch.linalg.cholesky(blocks)  # L, (blocks, summed, summed)
+    root_axes = [*block_axes, *summed, *prime(summed)]
+    whitened = contract(
+        prime(target.axes, summed), target, (split_axes(root, root_axes, size), root_axes)
+    )
+    whitened_core, remainder = _cut_off(structure, axes, Named(whitened, target.axes))
+
+    # the core is the right factor of T L, times L^-1
+    other_axes = [axis for axis in axes.core if axis not in (*block_axes, *summed)]
+    groups = (block_axes, other_axes, summed)
+    right = group_axes(whitened_core.tensor, axes.core, groups, size)  # (blocks, others, summed)
+    solved = torch.linalg.solve_triangular(root, right, upper=False, left=False)
+    return CutOff(Named(solved, [*block_axes, *other_axes, *summed]), remainder)
 
 
 def _read_matrix(structure: Structure, w: Tensor, c: Tensor | None) -> Named:
@@ -92,21 +129,23 @@ def _read_matrix(structure: Structure, w: Tensor, c: Tensor | None) -> Named:
     the inputs of each block. If no core has that axis, the same block is used again: the regression
     is one over all of its uses.
     """
-    size, inputs, outputs = structure.sizes, structure.inputs, structure.outputs
+    size = structure.sizes
+    inputs = structure.inputs
+    outputs = structure.outputs
     matrix_axes = [*outputs, *inputs]
     on_both_sides = [axis for axis in inputs if axis in outputs]
     if not on_both_sides:
         return Named(split_axes(w, matrix_axes, size), matrix_axes)
-    used = _axes_of_cores(structure)
+    core_axes = _axes_of_cores(structure)
     # W, or W C, summed over the diagonals of the axes on both sides: (blocks, rows, columns)
-    blocks = [axis for axis in on_both_sides if axis in used]
+    blocks = [axis for axis in on_both_sides if axis in core_axes]
     rows = [axis for axis in outputs if axis not in inputs]
     columns = [axis for axis in inputs if axis not in outputs]
     axes = [*blocks, *rows, *columns]
     product = w if c is None else w @ c
     sums = contract(axes, (split_axes(product, matrix_axes, size), matrix_axes))
     if c is None:
-        uses = prod(size[axis] for axis in on_both_sides if axis not in used)
+        uses = prod(size[axis] for axis in on_both_sides if axis not in core_axes)
         return Named(sums / uses, axes)
     root = torch.linalg.cholesky(take_blocks(c, inputs, blocks, columns, size))
     grouped = group_axes(sums, axes, (blocks, rows, columns), size)

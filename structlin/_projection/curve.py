@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .._engine.product import to_dense
-from .._structure.families import Dense, Family, Nonlinear, Split
+from .._structure.families import Dense, Family
 from .._structure.structure import Structure
 from .axes import split_axes
 from .closed import is_optimal
@@ -82,7 +82,11 @@ def measure_curve(
 
     # what sweeps leave of these errors, at the smallest size and at half of dense's cost
     half_cost = sizes[-1].cost / 2
-    half = min(sorted(points, reverse=True), key=lambda n: abs(sizes[n].cost - half_cost))
+
+    def distance_to_half(n: int) -> float:
+        return abs(sizes[n].cost - half_cost)
+
+    half = min(sorted(points, reverse=True), key=distance_to_half)
     factors = {}
     for n in {0, half}:
         structure = sizes[n].structure
@@ -168,7 +172,8 @@ def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> f
         return measured[n]
     below = max(m for m in measured if m < n)
     above = min(m for m in measured if m > n)
-    share = (sizes[n].cost - sizes[below].cost) / (sizes[above].cost - sizes[below].cost)
+    cost_below = sizes[below].cost
+    share = (sizes[n].cost - cost_below) / (sizes[above].cost - cost_below)
     first = measured[below]
     last = measured[above]
     if first > 0 and last > 0:  # the geometric mean of both, weighed by their distances
@@ -202,16 +207,28 @@ def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> 
 
     Raises:
         ValueError: the family has nothing to choose.
+        TypeError: its method `sizes` gives something else than families.
 
     >>> from structlin import LowRank
     >>> sizes = list_sizes(LowRank(rank=1), 256, 256, "params")
     >>> [size.family.rank for size in sizes[5:12]]
     [6, 7, 8, 16, 24, 32, 40]
     """
+    candidates = family.sizes(in_features, out_features)
+    if not candidates:
+        raise ValueError(
+            f"keep: {family.label} has no sizes to choose from; keep=None keeps it as it is (a "
+            f"method `sizes` of the class {type(family).__name__} would name some)"
+        )
     sizes: list[Size] = []
     dense = Dense().structure(in_features, out_features)
     limit: int = getattr(dense, of)
-    for candidate in _candidates(family, min(in_features, out_features)):
+    for candidate in candidates:
+        if not isinstance(candidate, Family):
+            raise TypeError(
+                f"{type(family).__name__}.sizes gives {candidate!r}; it must give families, such "
+                f"as {family.label}"
+            )
         try:
             structure = candidate.structure(in_features, out_features)
         except ValueError:
@@ -230,18 +247,3 @@ def list_sizes(family: Family, in_features: int, out_features: int, of: str) -> 
 
 def _is_aligned(structure: Structure) -> bool:
     return not any(core.fan_in % ALIGNMENT or core.fan_out % ALIGNMENT for core in structure.cores)
-
-
-def _candidates(family: Family, width: int) -> list[Family]:
-    """`family` at every rank, or with every number of blocks up to `width`; rising in cost."""
-    if isinstance(family, Split | Nonlinear):
-        return [replace(family, of=candidate) for candidate in _candidates(family.of, width)]
-    options = {option.name for option in fields(family)}
-    if "rank" in options:
-        grid = [*range(1, 17), *range(24, 513, 8), *range(576, 8193, 64)]
-        return [replace(family, rank=rank) for rank in grid]  # type: ignore[call-arg]
-    if "blocks" in options:
-        return [replace(family, blocks=n) for n in range(width, 0, -1)]  # type: ignore[call-arg]
-    raise ValueError(
-        f"keep: {type(family).__name__} has neither rank nor blocks to choose; take keep=None"
-    )

@@ -6,15 +6,17 @@ one's own gets what the families get.
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from math import sqrt
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._engine.product import to_dense
-from .._structure.arguments import checked, require_finite
+from .._structure.arguments import MAX_STEPS, Range, checked
 from .._structure.families import Family, structure_of
 from .._structure.structure import Structure
+from .._tensors import require_finite
 from .alternating import SWEEPS, search
 from .axes import contract, split_axes
 from .closed import cut, is_optimal
@@ -33,7 +35,7 @@ def project(
     *,
     covariance: Tensor | None = None,
     output: Tensor | None = None,
-    sweeps: int = SWEEPS,
+    sweeps: Annotated[int, Range(0, MAX_STEPS)] = SWEEPS,
 ) -> list[Tensor]:
     """The cores whose matrix B is nearest to `weight`: least ||G^(1/2) (W - B) C^(1/2)||_F.
 
@@ -166,8 +168,10 @@ def relative_error(
 def _norm(e: Tensor, c: Tensor | None, g: Tensor | None) -> float:
     """||G^1/2 E C^1/2||_F, the root of the trace of (G E) (E C)^T."""
     left = e
-    if g is not None:
-        left = g.to(e)[:, None] * e if g.ndim == 1 else g.to(e) @ e
+    if g is not None and g.ndim == 1:
+        left = g.to(e)[:, None] * e
+    elif g is not None:
+        left = g.to(e) @ e
     right = e if c is None else e @ c.to(e)
     return sqrt(max((left * right).sum().item(), 0.0))
 

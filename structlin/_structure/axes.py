@@ -15,6 +15,11 @@ SYNTAX = (
     "axes are separated by spaces, each core is a text of its own, and the leading dimensions of x "
     "have no axis: Structure('i -> o', 'r i', 'o r', i=64, r=4, o=128) is low-rank"
 )
+# what to do in the place of a sum
+NO_SUM = (
+    "a structure is a product of cores and cannot be a sum; add the outputs of two layers, see "
+    "'What an einsum cannot say' in docs/choose.md"
+)
 _AXIS = re.compile(r"[A-Za-z]([A-Za-z0-9_]*[A-Za-z0-9])?")
 
 
@@ -33,7 +38,7 @@ def check_texts(signature: object, cores: object) -> None:
     if not isinstance(cores, list | tuple) or not all(
         isinstance(core, str) for core in (signature, *cores)
     ):
-        raise ValueError(
+        raise TypeError(
             f"signature={signature!r}, cores={cores!r} must be a text and a list of texts"
         )
 
@@ -42,6 +47,8 @@ def read_axes(where: str, text: str) -> list[str]:
     axes = text.split()
     if "," in text:
         raise ValueError(f"{where}: {text.strip()!r} has a comma; {SYNTAX}")
+    if "+" in text:
+        raise ValueError(f"{where}: {text.strip()!r} has a plus; {NO_SUM}")
     for axis in axes:
         if not _AXIS.fullmatch(axis):
             raise ValueError(
@@ -61,7 +68,8 @@ def check_between(between: object, cores: Sequence[str]) -> None:
     if between is None:
         return
     if not isinstance(between, str) or between not in ACTIVATIONS:
-        raise ValueError(
+        kind = ValueError if isinstance(between, str) else TypeError
+        raise kind(
             f"between={between!r} is no activation; there are {', '.join(ACTIVATIONS)}, and None"
         )
     if len(cores) < 2:
@@ -87,12 +95,11 @@ def check_sizes(sizes: Mapping[str, int], axes: Iterable[str]) -> None:
             raise ValueError(
                 f"{axis}={size!r}: no core and no side of the signature has an axis {axis!r}"
             )
-        if isinstance(size, bool) or not isinstance(size, Integral) or size < 1:
-            raise ValueError(f"{axis}={size!r}: the size of an axis is an integer of at least 1")
+        is_integer = isinstance(size, Integral) and not isinstance(size, bool)
+        if not is_integer or size < 1:
+            kind = ValueError if is_integer else TypeError
+            raise kind(f"{axis}={size!r}: the size of an axis is an integer of at least 1")
 
 
 def refuse_sum(left: object, right: object) -> NoReturn:
-    raise TypeError(
-        f"{left!r} + {right!r}: a structure is a product of cores and cannot be a sum; add the "
-        "outputs of two layers, see 'What an einsum cannot say' in docs/choose.md"
-    )
+    raise TypeError(f"{left!r} + {right!r}: {NO_SUM}")

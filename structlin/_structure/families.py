@@ -7,19 +7,21 @@ E.2). Where `factorise` pads one, the structure is larger than the layer, and th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from inspect import isfunction
 from math import gcd, prod
 from numbers import Integral
-from typing import Any
+from typing import Annotated, Any
 
-from .arguments import checked, require_bounded, require_choice, require_positive, warn
-from .axes import ACTIVATIONS, refuse_sum
+from .arguments import Range, checked, require_bounded, require_choice, warn
+from .axes import ACTIVATIONS, MOST_AXES, NO_SUM, refuse_sum
 from .structure import Structure
-from .widths import divide, divisors, factorise, name_nearest
+from .widths import divisors, factorise, name_nearest
 
 MAX_PADDING = 0.15  # share of a width that is padded without a warning
+# that `compress` may choose: every small one, then in steps that are small for their size
+RANKS = (*range(1, 17), *range(24, 513, 8), *range(576, 8193, 64))
 
 # by name, in lower case; a subclass is in it once it is defined
 FAMILIES: dict[str, type["Family"]] = {}
@@ -60,6 +62,36 @@ class Family(ABC):
         Raises:
             ValueError: the hyperparameters do not fit these widths; the message names what would.
         """
+
+    def sizes(self, in_features: int, out_features: int) -> "Sequence[Family]":
+        """The same family in every size that `compress` may choose, from the least parameters to
+        the most; empty if there is nothing to choose.
+
+        Sizes that do not fit these widths, or cost as much as a dense matrix, are passed over. A
+        family with a rank may give `[replace(self, rank=rank) for rank in range(1, 257)]`.
+
+        >>> BlockDiagonal(blocks=1).sizes(3, 6), Kronecker().sizes(3, 6)
+        ([BlockDiagonal(blocks=3), BlockDiagonal(blocks=2), BlockDiagonal(blocks=1)], ())
+        """
+        return ()
+
+    @staticmethod
+    @checked
+    def divide(in_features: int, out_features: int, blocks: int) -> tuple[int, int]:
+        """Return both widths over the number of blocks.
+
+        Raises:
+            ValueError: one is not divisible; the message names the nearest numbers that divide
+                both.
+
+        >>> Family.divide(12, 20, 4)
+        (3, 5)
+        """
+        for side, width in (("in_features", in_features), ("out_features", out_features)):
+            if width % blocks:
+                fits = name_nearest(blocks, divisors(gcd(in_features, out_features)))
+                raise ValueError(f"blocks={blocks} does not divide {side}={width}; {fits}")
+        return in_features // blocks, out_features // blocks
 
     def activate(self, between: str = ACTIVATIONS[0]) -> "Family":
         """Return this family with an activation between the cores, see `Structure`.
@@ -145,6 +177,9 @@ class LowRank(Family):
             i=in_features, o=out_features, r=self.rank,
         )  # fmt: skip
 
+    def sizes(self, in_features: int, out_features: int) -> list[Family]:
+        return [replace(self, rank=rank) for rank in RANKS]
+
 
 @checked
 @dataclass(frozen=True)
@@ -158,8 +193,12 @@ class BlockDiagonal(Family):
     blocks: int
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        i, o = divide(in_features, out_features, self.blocks)
+        i, o = self.divide(in_features, out_features, self.blocks)
         return Structure("b i -> b o", "b o i", b=self.blocks, i=i, o=o)
+
+    def sizes(self, in_features: int, out_features: int) -> list[Family]:
+        most = min(in_features, out_features)  # blocks, which have the least parameters
+        return [replace(self, blocks=blocks) for blocks in range(most, 0, -1)]
 
 
 @dataclass(frozen=True)
@@ -196,7 +235,7 @@ class TT(Family):
     """
 
     rank: int | tuple[int, ...]
-    cores: int = field(default=2, kw_only=True)
+    cores: Annotated[int, Range(1, MOST_AXES)] = field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_bonds(self.rank, self.cores)
@@ -218,6 +257,9 @@ class TT(Family):
         outputs = " ".join(f"i{t}" for t in range(1, c + 1))
         return Structure(f"{inputs} -> {outputs}", *cores, **sizes)
 
+    def sizes(self, in_features: int, out_features: int) -> list[Family]:
+        return [replace(self, rank=rank) for rank in RANKS]
+
 
 @checked
 @dataclass(frozen=True)
@@ -238,7 +280,7 @@ class Monarch(Family):
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         b = self.blocks
-        p, s = divide(in_features, out_features, b)
+        p, s = self.divide(in_features, out_features, b)
         q = min(p, s)
         if q % b == 0:
             return Structure(
@@ -262,6 +304,10 @@ class Monarch(Family):
             f"{b} must divide {q} or be a multiple of it; {name_nearest(b, fits)}"
         )
 
+    def sizes(self, in_features: int, out_features: int) -> list[Family]:
+        most = min(in_features, out_features)  # blocks, which have the least parameters
+        return [replace(self, blocks=blocks) for blocks in range(most, 0, -1)]
+
 
 @checked
 @dataclass(frozen=True)
@@ -281,10 +327,9 @@ class BTT(Family):
     """
 
     rank: int | tuple[int, ...] = 1
-    cores: int = field(default=2, kw_only=True)
+    cores: Annotated[int, Range(2, MOST_AXES)] = field(default=2, kw_only=True)
 
     def __post_init__(self) -> None:
-        require_positive("cores", self.cores, least=2)
         _check_bonds(self.rank, self.cores)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
@@ -305,6 +350,9 @@ class BTT(Family):
         outputs = " ".join(f"i{t}" for t in range(c, 0, -1))
         return Structure(f"{inputs} -> {outputs}", *cores, **sizes)
 
+    def sizes(self, in_features: int, out_features: int) -> list[Family]:
+        return [replace(self, rank=rank) for rank in RANKS]
+
 
 @checked
 @dataclass(frozen=True)
@@ -322,7 +370,7 @@ class BLAST(Family):
     rank: int = field(kw_only=True)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        q, p = divide(in_features, out_features, self.blocks)
+        q, p = self.divide(in_features, out_features, self.blocks)
         bound = min(in_features, out_features)
         require_bounded("rank", self.rank, bound, "min(in_features, out_features)")
         return Structure(
@@ -332,6 +380,9 @@ class BLAST(Family):
             "i p r",  # U, one per output block
             i=self.blocks, j=self.blocks, p=p, q=q, r=self.rank,
         )  # fmt: skip
+
+    def sizes(self, in_features: int, out_features: int) -> list[Family]:
+        return [replace(self, rank=rank) for rank in RANKS]
 
 
 @checked
@@ -363,6 +414,10 @@ class Split(Family):
         sizes = {**matrix.sizes, "part": self.split}
         return Structure(signature, *cores, between=matrix.between, **sizes)
 
+    def sizes(self, in_features: int, out_features: int) -> list[Family]:
+        sizes_of_one = self.of.sizes(in_features, out_features // self.split)
+        return [replace(self, of=family) for family in sizes_of_one]
+
     @property
     def label(self) -> str:
         return f"{self.split} x {self.of.label}"
@@ -386,6 +441,9 @@ class Nonlinear(Family):
     def structure(self, in_features: int, out_features: int) -> Structure:
         return self.of.structure(in_features, out_features).activate(self.between)
 
+    def sizes(self, in_features: int, out_features: int) -> list[Family]:
+        return [replace(self, of=family) for family in self.of.sizes(in_features, out_features)]
+
     def __repr__(self) -> str:
         return f"{self.of!r}.activate({self.between!r})"
 
@@ -399,12 +457,15 @@ def family(name: str, **options: Any) -> Family:
 
     Raises:
         ValueError: no family of that name, an option that it does not have, or one that it needs.
+        TypeError: the name is no text, or an option is of another type.
 
     >>> family("btt", rank=2)
     BTT(rank=2, cores=2)
     """
     if not isinstance(name, str) or name.lower() not in FAMILIES:
-        raise ValueError(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}")
+        kind = ValueError if isinstance(name, str) else TypeError
+        hint = f"; {NO_SUM}" if isinstance(name, str) and "+" in name else ""
+        raise kind(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}{hint}")
     cls = FAMILIES[name.lower()]
     for option in fields(cls):
         if option.default is MISSING and option.name not in options:
@@ -494,8 +555,10 @@ def _find_fitting(family: Family, widths: Mapping[str, int], side: str, size: in
         return features == width
 
     width = widths[side]
+    below = range(width - 1, width // 2, -1)
+    above = range(width + 1, size + 1)
     fitting = []
-    for candidates in (range(width - 1, width // 2, -1), range(width + 1, size + 1)):
+    for candidates in (below, above):
         nearest = next(filter(fits, candidates), None)
         if nearest is not None:
             fitting.append(nearest)
@@ -538,9 +601,12 @@ def _tt_sizes(
     rank: int | tuple[int, ...], bounds: list[int], i: tuple[int, ...], j: tuple[int, ...]
 ) -> dict[str, int]:
     """Sizes of all axes; `bounds` are those of the bonds r_1 .. r_(c-1)."""
-    ranks = (rank,) * len(bounds) if isinstance(rank, int) else rank
-    if isinstance(rank, int) and bounds:
-        require_bounded("rank", rank, min(bounds), "min over the bonds")
+    if isinstance(rank, int):
+        ranks = (rank,) * len(bounds)
+        if bounds:
+            require_bounded("rank", rank, min(bounds), "min over the bonds")
+    else:
+        ranks = rank
     for t, (value, bound) in enumerate(zip(ranks, bounds, strict=True), start=1):
         require_bounded(f"rank[{t - 1}]", value, bound, f"of bond {t}")
     sizes = {}

@@ -159,6 +159,7 @@ class Structure:
     Raises:
         ValueError: an axis without a size, never consumed, never produced, or named twice; a size
             below 1; more axes than `MOST_AXES`; `between` is unknown, or there is one core.
+        TypeError: a core is no text, a size no integer.
 
     >>> btt = Structure("g d -> b a", "g s b d", "b a g s", g=32, d=32, s=2, b=32, a=32)
     >>> btt.in_features, btt.out_features, btt.params, btt.flops
@@ -260,11 +261,14 @@ class Structure:
         """The structure that `to_dict` describes.
 
         Raises:
-            ValueError: `cores` is no list of texts, or `sizes` no mapping; an entry that `to_dict`
-                has not, or one that is missing; the structure is none.
+            ValueError: an entry that `to_dict` has not, or one that is missing; the structure is
+                none.
+            TypeError: `cores` is no list of texts, or `sizes` no mapping.
         """
-        if not isinstance(data, Mapping) or not {"signature", "cores", "sizes"} <= {*data}:
-            raise ValueError(f"data={data!r} must be a dict with signature, cores and sizes")
+        is_mapping = isinstance(data, Mapping)
+        if not is_mapping or not {"signature", "cores", "sizes"} <= {*data}:
+            kind = ValueError if is_mapping else TypeError
+            raise kind(f"data={data!r} must be a dict with signature, cores and sizes")
         signature = data["signature"]
         cores = data["cores"]
         sizes = data["sizes"]
@@ -274,7 +278,7 @@ class Structure:
             raise ValueError(f"{', '.join(unknown)}: a Structure has {', '.join(entries)} alone")
         check_texts(signature, cores)
         if not isinstance(sizes, Mapping):
-            raise ValueError(f"sizes={sizes!r} must be a mapping of axes to sizes")
+            raise TypeError(f"sizes={sizes!r} must be a mapping of axes to sizes")
         if "between" in sizes:
             read_axes("sizes", "between")  # which refuses it
         return cls(signature, *cores, between=data.get("between"), **sizes)

@@ -63,9 +63,10 @@ class Linear(Atom):
     def attributes(self) -> Attributes:
         """Composite of zero-padding x, the cores, and cropping y: the RMS of y counts its own
         features alone."""
-        padded, cut = self._padding()
+        padding = Attributes(sensitivity=self._padding_sensitivity)
+        cropping = Attributes(sensitivity=self._cropping_sensitivity)
         cores = [Attributes(term.mass, 1.0, beta=1.0) for term in self.terms()]
-        return chain([Attributes(sensitivity=padded), *cores, Attributes(sensitivity=cut)])
+        return chain([padding, *cores, cropping])
 
     def terms(self) -> list[Term]:
         if not isinstance(self.linear, StructuredLinear):
@@ -81,20 +82,28 @@ class Linear(Atom):
             raise ValueError(
                 f"masses={masses} are {len(masses)}, but the structure has {count} cores"
             )
-        shares = [self._mass * mass / sum(masses) for mass in masses]
-        _, cut = self._padding()
-        return [Term(f"linear.cores.{n}", share, cut, self) for n, share in enumerate(shares)]
+        terms = []
+        for n, mass in enumerate(masses):
+            share = self._mass * mass / sum(masses)
+            terms.append(Term(f"linear.cores.{n}", share, self._cropping_sensitivity, self))
+        return terms
 
-    def _padding(self) -> tuple[float, float]:
-        """Sensitivities of padding x with zeros, and of cutting y."""
+    @property
+    def _padding_sensitivity(self) -> float:
+        """The sensitivity of padding x with zeros."""
         if not isinstance(self.linear, StructuredLinear):
-            return 1.0, 1.0
-        structure = self.linear.structure
-        padded = sqrt(self.linear.in_features / structure.in_features)
-        return padded, sqrt(structure.out_features / self.linear.out_features)
+            return 1.0
+        return sqrt(self.linear.in_features / self.linear.structure.in_features)
+
+    @property
+    def _cropping_sensitivity(self) -> float:
+        """The sensitivity of cropping y."""
+        if not isinstance(self.linear, StructuredLinear):
+            return 1.0
+        return sqrt(self.linear.structure.out_features / self.linear.out_features)
 
     def width(self, width: Width) -> Width:
-        return _width(self, width, self.linear.in_features, self.linear.out_features)
+        return _pass_width(self, width, self.linear.in_features, self.linear.out_features)
 
     def weight_norm(self, weight: Tensor) -> Tensor:
         return _operator_norm(weight)
@@ -194,7 +203,7 @@ class Conv2D(Atom):
         self.reset_parameters()
 
     def width(self, width: Width) -> Width:
-        return _width(self, width, self.conv.in_channels, self.conv.out_channels, "channels")
+        return _pass_width(self, width, self.conv.in_channels, self.conv.out_channels, "channels")
 
     def weight_norm(self, weight: Tensor) -> Tensor:
         slices = weight.flatten(2).permute(2, 0, 1)  # (k^2, c_out, c_in)
@@ -215,9 +224,11 @@ def _operator_norm(matrices: Tensor) -> Tensor:
     return sqrt(n / m) * spectral.amax()
 
 
-def _width(atom: Atom, width: Width, taken: int, made: int, of: str = "features") -> int:
-    """`made`, the width of the output, if `width` is that of the input or not known."""
-    if single(atom, width) not in (None, taken):
-        name = f"{type(atom).__name__}({taken} -> {made})"
-        raise ValueError(f"{name} takes {taken} {of}, not {width}")
-    return made
+def _pass_width(
+    atom: Atom, width: Width, in_width: int, out_width: int, unit: str = "features"
+) -> int:
+    """`out_width`, if `width` is the input's or not known."""
+    if single(atom, width) not in (None, in_width):
+        name = f"{type(atom).__name__}({in_width} -> {out_width})"
+        raise ValueError(f"{name} takes {in_width} {unit}, not {width}")
+    return out_width

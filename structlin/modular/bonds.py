@@ -11,16 +11,18 @@ Source: Large et al. 2024 (arXiv:2405.14813), appendix B.3 and B.4.
 """
 
 from math import pi, sqrt
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
-from .._structure.arguments import checked
+from .._structure.arguments import Range, checked
 from .module import Bond, Composite, Width, single
 
-Dims = int | tuple[int, ...]
+Dim = Annotated[int, Range(-64, 63)]  # torch's
+Dims = Dim | tuple[Dim, ...]
 
 
 class Abs(Bond):

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from .._model.parameters import parameters_of
-from .._structure.arguments import checked, require_positive, show
+from .._structure.arguments import Range, checked, require_integer, show
+from .._tensors import Rate
 from ..duality import promote
 
 Width: TypeAlias = "int | tuple[Width, ...] | None"  #: number of features, where it is known
@@ -55,10 +56,13 @@ class Attributes(NamedTuple):
     beta: float = 0.0
     gamma: float = 0.0
 
-    def after(self, first: "Attributes") -> "Attributes":
-        """Attributes of the composite M2 o M1, with `self` of M2 and `first` of M1."""
-        (m1, mu1, a1, b1, g1), (m2, mu2, a2, b2, g2) = first, self
-        p1, p2 = _shares(m1, m2)
+    def after(self, inner: "Attributes") -> "Attributes":
+        """Attributes of the composite M2 o M1, with `self` of M2 and `inner` of M1."""
+        # mass m, sensitivity mu and sharpness (a, b, g) of both, and p their shares of the mass
+        m1, mu1, a1, b1, g1 = inner
+        m2, mu2, a2, b2, g2 = self
+        p1 = _share(m1, m1 + m2)
+        p2 = _share(m2, m1 + m2)
         return Attributes(
             mass=m1 + m2,
             sensitivity=mu1 * mu2,
@@ -67,22 +71,29 @@ class Attributes(NamedTuple):
             gamma=mu2 * g1 + mu1**2 * g2,
         )
 
-    def beside(self, other: "Attributes") -> "Attributes":
+    def beside(self, neighbour: "Attributes") -> "Attributes":
         """Attributes of the tuple (M1, M2), two modules that see the same input."""
-        (m1, mu1, a1, b1, g1), (m2, mu2, a2, b2, g2) = self, other
-        p1, p2 = _shares(m1, m2)
-        return Attributes(m1 + m2, mu1 + mu2, p1**2 * a1 + p2**2 * a2, p1 * b1 + p2 * b2, g1 + g2)
+        m1, mu1, a1, b1, g1 = self
+        m2, mu2, a2, b2, g2 = neighbour
+        p1 = _share(m1, m1 + m2)
+        p2 = _share(m2, m1 + m2)
+        return Attributes(
+            mass=m1 + m2,
+            sensitivity=mu1 + mu2,
+            alpha=p1**2 * a1 + p2**2 * a2,
+            beta=p1 * b1 + p2 * b2,
+            gamma=g1 + g2,
+        )
 
 
-def _shares(m1: float, m2: float) -> tuple[float, float]:
-    """The shares of the mass; what has none is frozen, and its share is 0."""
-    total = m1 + m2
-    return (m1 / total, m2 / total) if total else (0.0, 0.0)
+def _share(mass: float, total: float) -> float:
+    """The share of the mass; what has none is frozen, and its share is 0."""
+    return mass / total if total else 0.0
 
 
 def chain(attributes: Iterable[Attributes]) -> Attributes:
     """Attributes of modules applied one after the other, in that order."""
-    return reduce(lambda first, second: second.after(first), attributes)
+    return reduce(lambda inner, outer: outer.after(inner), attributes)
 
 
 @dataclass(frozen=True)
@@ -94,6 +105,14 @@ class Term:
     mass: float
     sensitivity: float  #: the product of those of all that comes after the weight
     atom: "Atom"
+
+
+class Update(NamedTuple):
+    """What an update changes one weight by, or its gradient."""
+
+    term: Term
+    length: float  #: the weight's norm in an update of modular norm 1, see `Module.lengths`
+    tensor: Tensor
 
 
 class Module(nn.Module):
@@ -137,16 +156,17 @@ class Module(nn.Module):
 
     @property
     def parts(self) -> dict[str, "Module"]:
-        return {name: part for name, part in self._modules.items() if isinstance(part, Module)}
+        return {
+            name: module for name, module in self._modules.items() if isinstance(module, Module)
+        }
 
     def terms(self) -> list[Term]:
         """Every weight with its mass and what comes after it, in the order of
         `named_parameters`."""
-        return [
-            replace(term, name=f"{n}.{term.name}")
-            for n, part in self.parts.items()
-            for term in part.terms()
-        ]
+        terms = []
+        for name, module in self.parts.items():
+            terms += [replace(term, name=f"{name}.{term.name}") for term in module.terms()]
+        return terms
 
     def lengths(self) -> dict[str, float]:
         """The norm that each weight's part has in an update of modular norm 1: mass / (M * later
@@ -157,10 +177,9 @@ class Module(nn.Module):
         """
         check_weights_once(self)
         total = self.mass
-        return {
-            term.name: term.mass / (total * term.sensitivity) if total else 0.0
-            for term in self.terms()
-        }
+        if not total:
+            return {term.name: 0.0 for term in self.terms()}
+        return {term.name: term.mass / (total * term.sensitivity) for term in self.terms()}
 
     def width(self, width: Width) -> Width:
         """Width of the output for an input of that width; None where it is not known.
@@ -189,8 +208,8 @@ class Module(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draw all weights anew, each of norm 1."""
-        for part in self.parts.values():
-            part.reset_parameters()
+        for module in self.parts.values():
+            module.reset_parameters()
 
     @checked
     def norm(self, update: Weights) -> Tensor:
@@ -200,10 +219,10 @@ class Module(nn.Module):
         What is left out counts as zero. Hence for M2 o M1 max(mu2 (M/m1) |w1|, (M/m2) |w2|), and
         for a tuple max((M/m1) |w1|, (M/m2) |w2|). A weight of mass zero is frozen: its term is 0.
         """
-        measured = self._measured(update)
-        norms = [
-            term.atom.weight_norm(weight) / length for term, length, weight in measured if length
-        ]
+        norms = []
+        for term, length, tensor in self._updates(update):
+            if length:
+                norms.append(term.atom.weight_norm(tensor) / length)
         return torch.stack(norms).amax() if norms else torch.zeros(())
 
     @checked
@@ -227,10 +246,10 @@ class Module(nn.Module):
                 another shape.
         Source: MD, proposition 1 and section 4.3.
         """
-        measured = self._measured(self._gradients() if gradients is None else gradients)
+        gradients = self._gradients() if gradients is None else gradients
         return {
-            term.name: target * length * term.atom.weight_dual(g, method)
-            for term, length, g in measured
+            term.name: target * length * term.atom.weight_dual(gradient, method)
+            for term, length, gradient in self._updates(gradients)
         }
 
     @checked
@@ -259,12 +278,17 @@ class Module(nn.Module):
         """
         gradients = self._gradients() if gradients is None else gradients
         steps = self.dualize(gradients, method="svd")
-        products = [(promote(gradients[n]) * promote(step)).sum() for n, step in steps.items()]
+        products = []
+        for name, step in steps.items():
+            products.append((promote(gradients[name]) * promote(step)).sum())
         return torch.stack(products).sum() if products else torch.zeros(())
 
     def _gradients(self) -> dict[str, Tensor]:
-        found = {term.name: self.get_parameter(term.name).grad for term in self.terms()}
-        gradients = {name: gradient for name, gradient in found.items() if gradient is not None}
+        gradients = {}
+        for term in self.terms():
+            gradient = self.get_parameter(term.name).grad
+            if gradient is not None:
+                gradients[term.name] = gradient
         if not gradients:
             raise ValueError(
                 f"no weight of {type(self).__name__} has a gradient: call backward() first"
@@ -273,7 +297,7 @@ class Module(nn.Module):
 
     @checked
     @torch.no_grad()
-    def descend_(self, lr: float | Tensor, update: Weights | None = None) -> None:
+    def descend_(self, lr: Rate, update: Weights | None = None) -> None:
         """W <- W - lr * update, by default `dualize()`: a step of modular norm `lr`.
 
         Raises:
@@ -281,11 +305,11 @@ class Module(nn.Module):
                 tensor of another shape. Nothing has changed.
         """
         update = self.dualize() if update is None else update
-        for term, _, step in self._measured(update):
+        for term, _, step in self._updates(update):
             self.get_parameter(term.name).sub_(lr * step)
 
-    def _measured(self, update: Weights) -> list[tuple[Term, float, Tensor]]:
-        """The weights in `update` with their lengths."""
+    def _updates(self, update: Weights) -> list[Update]:
+        """The weights in `update`, in the order of `terms`."""
         lengths = self.lengths()
         for name, tensor in update.items():
             if name not in lengths:
@@ -299,19 +323,19 @@ class Module(nn.Module):
                     f"{name!r} has shape {tuple(tensor.shape)}; the weight has {shape}"
                 )
         return [
-            (term, lengths[term.name], update[term.name])
+            Update(term, lengths[term.name], update[term.name])
             for term in self.terms()
             if term.name in update
         ]
 
-    def __matmul__(self, first: "Module | tuple[Any, ...]") -> "Composite":
-        return Composite(*_opened(first), *_opened(self))
+    def __matmul__(self, inner: "Module | tuple[Any, ...]") -> "Composite":
+        return Composite(*_list_factors(inner), *_list_factors(self))
 
-    def __rmatmul__(self, second: "Module | tuple[Any, ...]") -> "Composite":
-        return Composite(*_opened(self), *_opened(second))
+    def __rmatmul__(self, outer: "Module | tuple[Any, ...]") -> "Composite":
+        return Composite(*_list_factors(self), *_list_factors(outer))
 
-    def __add__(self, other: "Module | tuple[Any, ...]") -> "Composite":
-        return Add() @ Tuple(self, as_module(other))
+    def __add__(self, summand: "Module | tuple[Any, ...]") -> "Composite":
+        return Add() @ Tuple(self, as_module(summand))
 
     def __mul__(self, factor: float) -> "Composite":
         return Scale(factor) @ self
@@ -389,7 +413,7 @@ def masses(model: Module) -> dict[str, Any]:
     """The `masses` of `optim.Muon` or `optim.Normed`: layer name -> length of its step at lr = 1; a
     tuple, of each of its cores. That is mass / (M * later sensitivities).
 
-    Without momentum `Muon(net, masses=masses(net), dualize="all")` then makes the steps of
+    Without momentum `Muon(net, masses=masses(net), matrices="all")` then makes the steps of
     `net.dualize()`, and `Normed` those of MN's algorithm 1.
 
     Raises:
@@ -411,9 +435,10 @@ def masses(model: Module) -> dict[str, Any]:
                 f"{name!r} has mass 0: optimizers take no such; "
                 "freeze it with requires_grad_(False)"
             )
-    return {
-        layer: cores[0] if len(cores) == 1 else tuple(cores) for layer, cores in lengths.items()
-    }
+    masses_of_layers: dict[str, Any] = {}
+    for layer, cores in lengths.items():
+        masses_of_layers[layer] = cores[0] if len(cores) == 1 else tuple(cores)
+    return masses_of_layers
 
 
 class Composite(Module):
@@ -427,34 +452,38 @@ class Composite(Module):
 
     def __init__(self, *parts: Module, **named: Module) -> None:
         super().__init__()
-        for name, part in {**{str(n): part for n, part in enumerate(parts)}, **named}.items():
-            self.add_module(name, as_module(part))
+        numbered = {str(n): module for n, module in enumerate(parts)}
+        for name, module in (numbered | named).items():
+            self.add_module(name, as_module(module))
         check_weights_once(self)
         self.width(None)
 
     @property
     def attributes(self) -> Attributes:
-        return chain(part.attributes for part in self.parts.values())
+        return chain(module.attributes for module in self.parts.values())
 
     def terms(self) -> list[Term]:
-        found: list[Term] = []
-        later = 1.0
-        for name, part in reversed(self.parts.items()):
-            own = part.terms()
-            found[:0] = [
-                replace(t, name=f"{name}.{t.name}", sensitivity=t.sensitivity * later) for t in own
-            ]
-            later *= part.sensitivity
-        return found
+        terms: list[Term] = []
+        later_sensitivity = 1.0  # the product over the modules after this one
+        for name, module in reversed(self.parts.items()):
+            earlier_terms = []
+            for term in module.terms():
+                sensitivity = term.sensitivity * later_sensitivity
+                earlier_terms.append(
+                    replace(term, name=f"{name}.{term.name}", sensitivity=sensitivity)
+                )
+            terms = earlier_terms + terms
+            later_sensitivity *= module.sensitivity
+        return terms
 
     def width(self, width: Width) -> Width:
-        for part in self.parts.values():
-            width = part.width(width)
+        for module in self.parts.values():
+            width = module.width(width)
         return width
 
     def forward(self, x: Any) -> Any:
-        for part in self._modules.values():
-            x = part(x)  # type: ignore[misc]
+        for module in self._modules.values():
+            x = module(x)  # type: ignore[misc]
         return x
 
 
@@ -463,10 +492,10 @@ class Power(Composite):
     none: the identity."""
 
     def __init__(self, module: Module, exponent: int) -> None:
-        require_positive("M ** n: n", exponent, 0, MOST_COPIES)
+        require_integer("M ** n: n", exponent, Range(0, MOST_COPIES))
         copies = [copy.deepcopy(module) for _ in range(exponent)]
-        for each in copies:
-            each.reset_parameters()
+        for module_copy in copies:
+            module_copy.reset_parameters()
         super().__init__(*copies or [Identity()])
 
 
@@ -478,20 +507,20 @@ class Tuple(Module):
         super().__init__()
         if not parts:
             raise ValueError("a tuple () of no modules: it needs at least one")
-        for n, part in enumerate(parts):
-            self.add_module(str(n), as_module(part))
+        for n, module in enumerate(parts):
+            self.add_module(str(n), as_module(module))
         check_weights_once(self)
         self.width(None)
 
     @property
     def attributes(self) -> Attributes:
-        return reduce(Attributes.beside, (part.attributes for part in self.parts.values()))
+        return reduce(Attributes.beside, (module.attributes for module in self.parts.values()))
 
     def width(self, width: Width) -> Width:
-        return tuple(part.width(width) for part in self.parts.values())
+        return tuple(module.width(width) for module in self.parts.values())
 
     def forward(self, x: Any) -> tuple[Any, ...]:
-        return tuple(part(x) for part in self._modules.values())  # type: ignore[misc]
+        return tuple(module(x) for module in self._modules.values())  # type: ignore[misc]
 
 
 class Identity(Bond):
@@ -516,13 +545,15 @@ class Add(Bond):
             raise ValueError(
                 f"Add takes a tuple of inputs, but it is given one of {width} features"
             )
-        known = [each for each in width or () if each is not None]
-        if any(each != known[0] for each in known):
+        widths = [features for features in width or () if features is not None]
+        if not widths:
+            return None
+        if any(features != widths[0] for features in widths):
             raise ValueError(
-                f"M1 + M2: they give {' and '.join(map(str, known))} features, "
+                f"M1 + M2: they give {' and '.join(map(str, widths))} features, "
                 "which can not be added"
             )
-        return known[0] if known else None
+        return widths[0]
 
     def forward(self, xs: tuple[Tensor, ...]) -> Tensor:
         return sum(xs[1:], start=xs[0])
@@ -539,7 +570,8 @@ class Scale(Bond):
             raise ValueError(
                 f"a * M: a={factor!r} must be finite and not 0: the norm divides by sensitivities"
             )
-        self.factor, self.own_sensitivity = float(factor), abs(float(factor))
+        self.factor = float(factor)
+        self.own_sensitivity = abs(self.factor)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.factor * x
@@ -581,8 +613,9 @@ def check_weights_once(module: Module) -> None:
         seen[parameter] = name
 
 
-def _opened(value: "Module | tuple[Any, ...]") -> list[Module]:
-    """The parts of what `@` has made: A @ B @ C has three, however it is bracketed."""
+def _list_factors(value: "Module | tuple[Any, ...]") -> list[Module]:
+    """The modules that `@` has composed: A @ B @ C has three, however it is bracketed."""
     module = as_module(value)
-    opens = type(module) is Composite and "0" in module.parts
-    return list(module.parts.values()) if opens else [module]
+    if type(module) is Composite and "0" in module.parts:
+        return list(module.parts.values())
+    return [module]

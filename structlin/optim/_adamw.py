@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from .._model.parameters import parameters_of
 from .._structure.arguments import checked, fit, require_choice, require_keys
+from .._tensors import Rate
 from ._depth import Depth
 from ._groups import group_alike
 from ._rates import (
@@ -86,7 +87,7 @@ class AdamW(torch.optim.AdamW):
     def __init__(
         self,
         model: nn.Module,
-        lr: float | Tensor = 1e-3,
+        lr: Rate = 1e-3,
         *,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

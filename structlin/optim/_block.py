@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from .._convert.summary import Table, hide_numbers
 from .._model.parameters import Weight, parameters_of
 from .._structure.arguments import checked, fit, require_choice, require_keys, show, warn
-from ..duality import Schedule, check_method, choose_polar
+from .._tables import Table, hide_numbers
+from .._tensors import Dtype, Rate
+from ..duality import Method, choose_polar
 from ._depth import Depth
 from ._rates import KEPT, list_parameters, require_kept, require_names
 from ._roster import (
@@ -79,26 +80,26 @@ class BlockOptimizer(Optimizer):
     def __init__(
         self,
         params: nn.Module | Iterable[Any],
-        lr: float | Tensor = 0.02,
+        lr: Rate = 0.02,
         *,
         model: nn.Module | None = None,
         options: Mapping[str, Any] | None = None,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        dualize: str = "hidden",
-        method: str | Schedule | None = None,
-        dtype: torch.dtype | None = None,
+        matrices: str = "hidden",
+        method: Method = None,
+        dtype: Dtype = None,
         adjust_lr_fn: str = "rms",
         masses: Masses | None = None,
         base: Base = None,
         depth: Depth | None = None,
-        other_lr: float | Tensor = 1e-3,
+        other_lr: Rate = 1e-3,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         nonfinite: str = "raise",
     ) -> None:
         require_choice("nonfinite", nonfinite, NONFINITE)
-        require_choice("dualize", dualize, ("hidden", "all"))
+        require_choice("matrices", matrices, ("hidden", "all"))
         name = type(self).__name__
         if model is None:
             if not isinstance(params, nn.Module):
@@ -109,7 +110,7 @@ class BlockOptimizer(Optimizer):
             model = params
         self.model = model
         self.masses = masses
-        self.dualize = dualize
+        self.matrices = matrices
         self.base = base
         self.depth = depth
         self.nonfinite = nonfinite
@@ -125,7 +126,7 @@ class BlockOptimizer(Optimizer):
         }  # fmt: skip
         self._option_names = tuple(defaults)  # torch adds one of its own to `defaults`
         super().__init__(params, defaults)
-        if dualize == "hidden":
+        if matrices == "hidden":
             self._warn_of_names()
         stepping = {p for group in self.param_groups for p in group["params"]}
         infos = parameters_of(model)
@@ -190,12 +191,12 @@ class BlockOptimizer(Optimizer):
         warn(
             f"{type(self).__name__} steps {', '.join(names[:5])}{remainder} by AdamW, because of "
             "names that heads, embeddings and routers have. If they are hidden layers, give them "
-            'other names, or pass dualize="all", with which heads and routers step as hidden '
+            'other names, or pass matrices="all", with which heads and routers step as hidden '
             "matrices; print(optimizer) shows what steps how"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "masses", "dualize", "base", "depth", "nonfinite", "_option_names")
+        names = ("model", "masses", "matrices", "base", "depth", "nonfinite", "_option_names")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -218,7 +219,7 @@ class BlockOptimizer(Optimizer):
             kind = info.weight.kind
             factors = transfer.of(info)
             is_idle = not info.decays
-            has_direction = self.dualize == "all" and kind in ("matrix", "embedding")
+            has_direction = self.matrices == "all" and kind in ("matrix", "embedding")
             if (p in hidden or has_direction) and not p.is_complex():
                 decay = 0.0 if is_idle else factors.lr * factors.decay
                 self._kinds[p] = _Kind(_KINDS.index(kind), is_idle, 1.0, decay, 1.0)
@@ -332,8 +333,6 @@ class BlockOptimizer(Optimizer):
         for name, value in fractions.items():
             if not 0 <= value < 1:
                 raise ValueError(f"{name}={value!r} must be at least 0 and below 1")
-        if options.get("method") is not None:
-            check_method(options["method"])
         if "adjust_lr_fn" in options:
             require_choice("adjust_lr_fn", options["adjust_lr_fn"], SCALES)
         return options

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .._model.parameters import ParameterInfo, parameters_of
 from .._structure.arguments import checked, require_choice
+from .._tensors import Rate
 from ..scaling import OPTIMIZERS
 from ._depth import Depth
 from ._rates import KEPT
@@ -19,7 +20,7 @@ from ._transfer import Base, Transfer
 @checked
 def param_groups(
     model: nn.Module,
-    lr: float | Tensor,
+    lr: Rate,
     *,
     optimizer: str = "adam",
     weight_decay: float | None = None,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._model.parameters import Weight, parameters_of
-from .._structure.arguments import require_positive
+from .._structure.arguments import require_integer
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def shard_placement_fn(model: nn.Module, world_size: int = 0) -> Callable[[nn.Pa
             f"model={type(model).__name__} must be a torch.nn.Module: pass fully_shard what this "
             "makes, shard_placement_fn=structlin.optim.shard_placement_fn(model, world_size)"
         )
-    require_positive("world_size", world_size)
+    require_integer("world_size", world_size)
     placements = WeakIdKeyDictionary()
     for info in parameters_of(model):
         parameter = info.parameter

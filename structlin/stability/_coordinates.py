@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import permutations, product
 from statistics import linear_regression
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from .._convert.summary import Table
-from .._structure.arguments import checked
+from .._structure.arguments import ANY_INTEGER, MAX_STEPS, Range, checked
+from .._tables import Table
 from ..duality import promote
-from ._live import format_number, rms_of, rms_over_calls, watch_outputs
+from ._outputs import format_number, rms_of, rms_over_calls, watch_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -74,12 +74,13 @@ class CoordinateCheck:
     @property
     def steepest(self) -> list[Slope]:
         """The steepest slope over the steps, of each layer's output and change."""
-        found: dict[tuple[str, str], Slope] = {}
-        for slope in sorted(self.slopes, key=lambda each: (each.layer, each.quantity == "change")):
-            known = found.setdefault((slope.layer, slope.quantity), slope)
-            if not abs(slope.slope) <= abs(known.slope):
-                found[slope.layer, slope.quantity] = slope
-        return list(found.values())
+        steepest: dict[tuple[str, str], Slope] = {}
+        by_layer = sorted(self.slopes, key=lambda slope: (slope.layer, slope.quantity == "change"))
+        for slope in by_layer:
+            key = (slope.layer, slope.quantity)
+            if key not in steepest or not abs(slope.slope) <= abs(steepest[key].slope):  # or NaN
+                steepest[key] = slope
+        return list(steepest.values())
 
     @property
     def not_flat(self) -> list[Slope]:
@@ -108,28 +109,34 @@ class CoordinateCheck:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 5), layout="constrained")
-        last = max(row.step for row in self.rows)
-        steep = {(slope.layer, slope.quantity): slope for slope in self.not_flat}
-        for axis, quantity in zip(figure.subplots(1, 2), ("output", "change"), strict=True):
-            slopes = [slope for slope in steep.values() if slope.quantity == quantity]
-            slopes.sort(key=lambda slope: -abs(slope.slope))
-            named = {slope.layer: slope for slope in slopes[:NAMED]}
-            for layer in dict.fromkeys(row.layer for row in self.rows):
-                rows = [row for row in self.rows if (row.layer, row.step) == (layer, last)]
-                sizes = {row.width: getattr(row, quantity) for row in rows}
-                style: dict[str, Any] = {"color": "0.7", "zorder": 0}
-                if slope := named.get(layer):
-                    style = {"label": f"{layer} {slope.slope:+.2f} (step {slope.step})"}
-                elif (layer, quantity) in steep:
-                    style = {"color": "0.4", "zorder": 1}
-                axis.plot([*sizes], [*sizes.values()], ".-", **style)
-            axis.set_xscale("log", base=2)
-            axis.set(yscale="log", xlabel="width", ylabel=f"RMS of {quantity}, step {last}")
-            if named:
-                others = len(slopes) - len(named)
-                title = f"not flat, and {others} more" if others else "not flat"
-                axis.legend(fontsize="small", title=title, loc="upper center", bbox_to_anchor=BELOW)
+        for panel, quantity in zip(figure.subplots(1, 2), ("output", "change"), strict=True):
+            self._draw_panel(panel, quantity)
         return figure
+
+    def _draw_panel(self, panel: Any, quantity: str) -> None:
+        last_step = max(row.step for row in self.rows)
+        steep = [slope for slope in self.not_flat if slope.quantity == quantity]
+        steep.sort(key=lambda slope: -abs(slope.slope))
+        styles: dict[str, dict[str, Any]] = {}  # of layers that are not flat
+        for slope in steep[:NAMED]:
+            label = f"{slope.layer} {slope.slope:+.2f} (step {slope.step})"
+            styles[slope.layer] = {"label": label}
+        for slope in steep[NAMED:]:
+            styles[slope.layer] = {"color": "0.4", "zorder": 1}
+
+        flat: dict[str, Any] = {"color": "0.7", "zorder": 0}
+        rms: dict[str, dict[int, float]] = defaultdict(dict)  # layer -> width -> RMS
+        for row in self.rows:
+            if row.step == last_step:
+                rms[row.layer][row.width] = getattr(row, quantity)
+        for layer, by_width in rms.items():
+            panel.plot([*by_width], [*by_width.values()], ".-", **styles.get(layer, flat))
+        panel.set_xscale("log", base=2)
+        panel.set(yscale="log", xlabel="width", ylabel=f"RMS of {quantity}, step {last_step}")
+        if steep:
+            unnamed = len(steep[NAMED:])
+            title = f"not flat, and {unnamed} more" if unnamed else "not flat"
+            panel.legend(fontsize="small", title=title, loc="upper center", bbox_to_anchor=BELOW)
 
     def __str__(self) -> str:
         layers = dict.fromkeys(slope.layer for slope in self.not_flat)
@@ -145,8 +152,8 @@ def coordinate_check(
     *,
     loss: Callable[[nn.Module, Any], Tensor],
     optimizer: Callable[[nn.Module, int], Optimizer],
-    steps: int = 3,
-    seeds: Iterable[int] = (0, 1, 2),
+    steps: Annotated[int, Range(1, MAX_STEPS)] = 3,
+    seeds: Iterable[Annotated[int, ANY_INTEGER]] = (0, 1, 2),
     tolerance: float = 0.2,
 ) -> CoordinateCheck:
     """Do every layer's outputs, and what training changes in them, keep their size across widths?
@@ -191,83 +198,131 @@ def coordinate_check(
     >>> sorted({slope.layer for slope in check.not_flat})
     ['2']
     """
-    widths, batches, seeds = sorted(widths), list(batches), list(seeds)
+    widths = sorted(set(widths))
+    batches = list(batches)
+    seeds = list(dict.fromkeys(seeds))
+    if tolerance == 0:
+        raise ValueError(f"tolerance={tolerance!r} must be positive: no slope is exactly 0")
     if len(widths) < 2:
         raise ValueError(f"widths={widths}: a slope needs two different widths or more")
     if not batches or not seeds:
         raise ValueError(f"batches={len(batches)}, seeds={seeds}: at least one of each is needed")
-    sizes: dict[tuple[str, int, int], list[tuple[float, float]]] = defaultdict(list)
+    sizes: dict[tuple[str, int, int], list[Size]] = defaultdict(list)
     model: nn.Module | None = None
     for width, seed in product(widths, seeds):
         with _use_seed(seed):
-            made = build(width)
-            if not isinstance(made, nn.Module):
-                kind = type(made).__name__
-                raise TypeError(f"build({width}) returned {kind}, not a torch.nn.Module")
-            if made is model:
-                raise ValueError(f"build({width}) returned a model that it had returned before")
-            model = made
-            trajectory = list(_trajectory(model, width, batches, loss, optimizer, steps))
-        if not any(change for seen in trajectory for _, change in seen.values()):
-            raise ValueError(
-                f"optimizer(model, {width}): no output of the model changed in {steps} steps; does "
-                "it have the parameters of that model, at a learning rate above 0?"
-            )
-        for step, seen in enumerate(trajectory):
-            for layer, pair in seen.items():
-                sizes[layer, width, step].append(pair)
-    layers = {width: {layer for layer, of, _ in sizes if of == width} for width in widths}
-    for has, lacks in (pair for width in widths for pair in permutations((widths[0], width))):
-        for layer in sorted(layers[has] - layers[lacks]):
-            raise ValueError(
-                f"build: the model of width {has} has {layer!r}, that of {lacks} has none"
-            )
-    rows = [
-        CoordinateRow(*key, *(sum(values) / len(seeds) for values in zip(*pairs, strict=True)))
-        for key, pairs in sizes.items()
-    ]
+            model = _build(build, width, model)
+            trajectory = list(_train(model, width, batches, loss, optimizer, steps))
+        _require_change(trajectory, width, steps)
+        for step, size_of in enumerate(trajectory):
+            for layer, size in size_of.items():
+                sizes[layer, width, step].append(size)
+    _require_same_layers({(layer, width) for layer, width, _ in sizes}, widths)
+    rows = []
+    for (layer, width, step), sizes_of_seeds in sizes.items():
+        output = sum(size.output for size in sizes_of_seeds) / len(seeds)
+        change = sum(size.change for size in sizes_of_seeds) / len(seeds)
+        rows.append(CoordinateRow(layer, width, step, output, change))
     return CoordinateCheck(tuple(rows), tolerance)
 
 
-def _trajectory(
+class Size(NamedTuple):
+    """RMS of what a module makes of the first batch, and of its change since before training."""
+
+    output: float
+    change: float
+
+
+def _build(build: Callable[[int], nn.Module], width: int, previous: nn.Module | None) -> nn.Module:
+    model = build(width)
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise TypeError(f"build({width}) returned {kind}, not a torch.nn.Module")
+    if model is previous:
+        raise ValueError(f"build({width}) returned a model that it had returned before")
+    return model
+
+
+def _require_change(trajectory: Sequence[dict[str, Size]], width: int, steps: int) -> None:
+    for size_of in trajectory:
+        if any(size.change for size in size_of.values()):
+            return
+    raise ValueError(
+        f"optimizer(model, {width}): no output of the model changed in {steps} steps; does "
+        "it have the parameters of that model, at a learning rate above 0?"
+    )
+
+
+def _require_same_layers(places: set[tuple[str, int]], widths: Sequence[int]) -> None:
+    """Refuse layers that only one width has, of pairs of a layer and a width."""
+    layers = defaultdict[int, set[str]](set)
+    for layer, width in places:
+        layers[width].add(layer)
+    for width in widths:
+        for has, lacks in permutations((widths[0], width)):
+            missing = sorted(layers[has] - layers[lacks])
+            if missing:
+                raise ValueError(
+                    f"build: the model of width {has} has {missing[0]!r}, that of {lacks} has none"
+                )
+
+
+def _train(
     model: nn.Module,
     width: int,
     batches: Sequence[Any],
     loss: Callable[[nn.Module, Any], Tensor],
     make_optimizer: Callable[[nn.Module, int], Optimizer],
     steps: int,
-) -> Iterator[dict[str, tuple[float, float]]]:
-    """Before training and after each step: RMS of each output on the first batch, of its change."""
+) -> Iterator[dict[str, Size]]:
+    """The size of each layer, before training and after each step."""
     optimizer = make_optimizer(model, width)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer(model, {width}) returned {type(optimizer).__name__}, not a torch optimizer"
         )
-    first: dict[str, list[Tensor]] = {}
-    for step in range(steps + 1):
-        outputs = defaultdict[str, list[Tensor]](list)  # copies, of each call
-
-        def see(name: str, _: Tensor | None, y: Tensor, outputs: Any = outputs) -> None:
-            outputs[name].append(y.clone())
-
-        with _use_seed(0), torch.no_grad(), watch_outputs(model, see):
-            loss(model, batches[0])
-        first = first or outputs
-        yield {name: _measure(found, first[name]) for name, found in outputs.items()}
-        if step < steps:
-            value = loss(model, batches[step % len(batches)])
-            if not isinstance(value, Tensor) or value.numel() != 1:
-                shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-                found = type(value).__name__ + shape
-                raise TypeError(f"loss(model, batch) returned {found}, not a tensor of one number")
-            optimizer.zero_grad()
-            torch.autograd.backward(value)
-            optimizer.step()
+    outputs = _run(model, batches[0], loss)
+    outputs_before = outputs
+    yield _measure(outputs, outputs_before)
+    for step in range(steps):
+        value = loss(model, batches[step % len(batches)])
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            kind = type(value).__name__
+            raise TypeError(
+                f"loss(model, batch) returned {kind}{shape}, not a tensor of one number"
+            )
+        optimizer.zero_grad()
+        torch.autograd.backward(value)
+        optimizer.step()
+        outputs = _run(model, batches[0], loss)
+        yield _measure(outputs, outputs_before)
 
 
-def _measure(now: Sequence[Tensor], before: Sequence[Tensor]) -> tuple[float, float]:
-    changes = [promote(y) - promote(old) for y, old in zip(now, before, strict=True)]
-    return rms_over_calls([rms_of(y) for y in now]), rms_over_calls([rms_of(y) for y in changes])
+def _run(
+    model: nn.Module, batch: Any, loss: Callable[[nn.Module, Any], Tensor]
+) -> dict[str, list[Tensor]]:
+    """What each module makes of the batch, copied, of each of its calls."""
+    outputs = defaultdict[str, list[Tensor]](list)
+
+    def see(name: str, _: Tensor | None, y: Tensor) -> None:
+        outputs[name].append(y.clone())
+
+    with _use_seed(0), torch.no_grad(), watch_outputs(model, see):
+        loss(model, batch)
+    return outputs
+
+
+def _measure(
+    outputs: dict[str, list[Tensor]], outputs_before: dict[str, list[Tensor]]
+) -> dict[str, Size]:
+    sizes = {}
+    for name, calls in outputs.items():
+        pairs = zip(calls, outputs_before[name], strict=True)
+        changes = [promote(y) - promote(before) for y, before in pairs]
+        output = rms_over_calls([rms_of(y) for y in calls])
+        sizes[name] = Size(output, rms_over_calls([rms_of(change) for change in changes]))
+    return sizes
 
 
 @contextmanager
@@ -284,5 +339,6 @@ def _slope(points: Sequence[tuple[int, float]]) -> float:
         return 0.0
     if not all(value > 0 and math.isfinite(value) for value in values):
         return math.nan
-    x, y = [math.log(width) for width, _ in points], [math.log(value) for value in values]
-    return linear_regression(x, y).slope
+    log_widths = [math.log(width) for width, _ in points]
+    log_values = [math.log(value) for value in values]
+    return linear_regression(log_widths, log_values).slope

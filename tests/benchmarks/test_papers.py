@@ -150,7 +150,7 @@ def test_a_step_changes_the_features_by_more_with_the_rule_than_without():
 def test_naive_structures_saturate_by_their_intervals(monkeypatch, naive, monarch, noise, expected):
     powers = {"dense": 0.2, **dict.fromkeys(cbs_untuned.NAMES, 0.3)}
     kept = [row for name, power in powers.items() for row in power_rows(name, power)]
-    monkeypatch.setattr(cbs_untuned, "kept", lambda: kept)
+    monkeypatch.setattr(cbs_untuned, "read_aware", lambda: kept)
     powers = {"BTT r=1": naive, "Kronecker": naive, "Monarch b=4": monarch}
     rows = [row for name, power in powers.items() for row in power_rows(name, power, noise)]
     found = judged(cbs_untuned.EXPERIMENT, cbs_untuned.analyse(rows))

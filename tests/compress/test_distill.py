@@ -347,9 +347,9 @@ CASES = {
     "a mapping": ({"batches": {"x": BATCHES[0]}}, TypeError, "batches=dict must be an iterable"),
     "steps": ({"steps": 0}, ValueError, "steps=0 must be at least 1"),
     "huge steps": ({"steps": 10**9}, ValueError, "steps=1000000000 must be at most 1000000"),
-    "steps as a share": ({"steps": 0.5}, ValueError, "steps=0.5 must be an integer of at least 1"),
+    "steps as a share": ({"steps": 0.5}, TypeError, "steps=0.5 must be an integer of at least 1"),
     "lr": ({"lr": -1.0}, ValueError, "lr=-1.0 must be finite and not negative"),
-    "no teacher": ({"teacher": "bert"}, TypeError, r"teacher=str must be a torch\.nn\.Module"),
+    "no teacher": ({"teacher": "bert"}, TypeError, "teacher='bert' must be a torch.nn.Module"),
     "shapes": (
         {"teacher": dense(out=4)},
         ValueError,

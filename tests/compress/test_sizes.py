@@ -261,13 +261,13 @@ def by_weight(model, family, **options):
         ({"zero_init": "*c_proj"}, TypeError, "zero_init"),
         ({"keep": 0}, ValueError, "keep=0 must be a fraction"),
         ({"keep": 1.5}, ValueError, "keep=1.5 must be a fraction"),
-        ({"keep": True}, ValueError, "keep=True must be a fraction"),
-        ({"keep": "half"}, ValueError, "keep='half' must be a fraction"),
+        ({"keep": True}, TypeError, "keep=True must be a fraction"),
+        ({"keep": "half"}, TypeError, "keep='half' must be a fraction"),
         ({"keep": 0.01}, ValueError, r"keep=0.01 is .* keep=0\.\d+ or more"),
         (
             {"keep": 0.5, "structure": Kronecker()},
             ValueError,
-            "Kronecker has neither rank nor blocks to choose; take keep=None",
+            r"keep: Kronecker\(\) has no sizes to choose from; keep=None keeps it",
         ),
         (
             {"structure": BTT().activate()},

@@ -1,9 +1,7 @@
-"""The three training examples at tiny sizes: what they train, keep and say."""
+"""The two training examples at tiny sizes: what they train, keep and say."""
 
 import json
-import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,18 +9,16 @@ pytest.importorskip("matplotlib")
 
 import train_gpt
 import train_mlp_lm
-import train_vit
 
 import structlin
 from tests.test_widen import count_btt
 
 PROGRAMS = pytest.mark.parametrize(
-    "program", [train_gpt, train_mlp_lm, train_vit], ids=lambda program: program.__name__
+    "program", [train_gpt, train_mlp_lm], ids=lambda program: program.__name__
 )
 
 OPTIMIZERS = {
     train_gpt: ["Muon", "SOAP", "SOAP"],
-    train_vit: ["Muon", "SOAP", "SOAP"],
     train_mlp_lm: ["AdamW"] * 4,
 }
 
@@ -115,29 +111,3 @@ def test_attention_sees_no_later_token():
     changed[:, 5:] = (ids[:, 5:] + 1) % 10
     torch.testing.assert_close(gpt(changed)[:, :5], gpt(ids)[:, :5])
     assert not torch.equal(gpt(changed)[:, 5:], gpt(ids)[:, 5:])
-
-
-def test_the_vit_reads_images_of_a_reader(tmp_path):
-    draw = np.random.default_rng(1)
-    images = draw.integers(0, 256, (20, 8, 8, 3), dtype=np.uint8)
-    np.savez(tmp_path / "small.npz", images=images, labels=draw.integers(0, 3, 20))
-    pixels, labels = train_vit.read_images(tmp_path / "small.npz")
-    assert (pixels.shape, labels.shape) == ((20, 3, 8, 8), (20,))
-    options = ["--smoke", "--data", str(tmp_path / "small.npz"), "--out", str(tmp_path)]
-    assert all(math.isfinite(row["loss"]) for row in train_vit.main(options))
-
-
-def test_the_vit_learns_the_digits(tmp_path):
-    size = ["--width", "64", "--steps", "100", "--batch", "32", "--other_lr", "0.01"]
-    rows = train_vit.main(["--smoke", *size, "--out", str(tmp_path)])
-    assert all(row["loss"] < 2.0 for row in rows)  # log(10 classes) is 2.3
-
-
-@pytest.mark.parametrize(("side", "patch"), [(8, 2), (28, 4), (32, 4), (31, 31)])
-def test_a_patch_is_the_smallest_of_at_most_64(side, patch):
-    assert train_vit.patch_size(side, side) == patch
-
-
-def test_images_that_cannot_be_cut_are_refused():
-    with pytest.raises(ValueError, match="31 x 37"):
-        train_vit.patch_size(31, 37)

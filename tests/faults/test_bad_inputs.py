@@ -1,7 +1,7 @@
 """Bad arguments: one clear error each, by `bad_inputs`."""
 
 from itertools import count
-from typing import Literal, NewType
+from typing import Annotated, Literal, NewType
 
 import numpy as np
 import pytest
@@ -13,7 +13,6 @@ from structlin import (
     Family,
     Structure,
     StructuredLinear,
-    divide,
     param_groups,
     save,
 )
@@ -37,6 +36,15 @@ def test_bad_inputs_are_refused_clearly():
     wrong = [each for each in found if each[1] in ("unnamed", "obscure", "accepted")]
     assert len(wrong) <= len(found) // 300, wrong
     assert sum(kind == "clear" for _, kind, _ in found) > 0.9 * len(found)
+
+
+@pytest.mark.usefixtures("_folder")
+def test_an_object_of_no_use_is_a_type_error_in_every_argument():
+    cases = [case for case in list_cases(list(CALLS)) if case[2] == "object()"]
+    outcomes = {case: try_case(*case) for case in cases}
+    refused = {case: text for case, (kind, text) in outcomes.items() if kind == "clear"}
+    assert len(refused) > 200
+    assert {text.partition(":")[0] for text in refused.values()} == {"TypeError"}
 
 
 @pytest.mark.usefixtures("_folder")
@@ -77,6 +85,7 @@ class Static(Family):
 
 
 Width = NewType("Width", int)
+Even = Annotated[int, lambda value: value % 2 == 0]  # a note of another library
 
 
 class Hinted(Family):
@@ -86,9 +95,25 @@ class Hinted(Family):
         return Static.structure(in_features, out_features)
 
 
+class Noted(Family):
+    """Hints with notes of another library."""
+
+    def structure(self, in_features: Even, out_features: Even) -> Structure:
+        return Static.structure(in_features, out_features)
+
+
 def test_families_with_other_methods_and_hints_are_families():
-    for family in (Static(), Hinted()):
+    for family in (Static(), Hinted(), Noted()):
         assert StructuredLinear(16, 16, family)(torch.ones(16)).shape == (16,)
+    with pytest.raises(TypeError, match=r"in_features=2\.5 must be an integer"):
+        Noted().structure(2.5, 16)
+
+
+@pytest.mark.slow
+def test_a_checked_function_is_compiled_as_if_it_were_not():
+    core = BTT().structure(64, 64).cores[0]
+    scale = torch.compile(lambda x: x * lr_mult(core, 64, 2), fullgraph=True, backend="eager")
+    assert torch.equal(scale(torch.ones(2)), torch.full((2,), lr_mult(core, 64, 2)))
 
 
 def test_what_is_legal_is_taken():
@@ -105,7 +130,7 @@ def test_what_is_legal_is_taken():
 def test_integers_of_numpy_become_pythons():
     family = BTT(rank=np.int64(2), cores=np.int32(2))
     layer = StructuredLinear(np.int64(16), np.int64(16), family)
-    numbers = family.rank, family.cores, layer.in_features, *divide(np.int64(8), 4, 2)
+    numbers = family.rank, family.cores, layer.in_features, *Family.divide(np.int64(8), 4, 2)
     assert numbers == (2, 2, 16, 4, 2)
     assert all(type(number) is int for number in numbers)
     assert BTT(rank=(np.int64(2), 3), cores=3).to_dict()["rank"] == (2, 3)

@@ -40,7 +40,7 @@ def _way(request, monkeypatch):
     if request.param == "loop":
         monkeypatch.setattr(library, "_state", library.State(False, "switched off by a test"))
     elif not library.load():
-        pytest.skip(library._state.says)
+        pytest.skip(library._state.reason)
 
 
 def small(family):

@@ -98,7 +98,7 @@ def test_a_damaged_library_is_refused_by_name_and_the_engine_is_sought_elsewhere
     refused, none = (record.getMessage() for record in caplog.records)
     assert f"{path} is damaged" in refused
     assert "plain products instead" in none
-    assert "no-such-compiler" in library._state.says
+    assert "no-such-compiler" in library._state.reason
 
 
 def test_a_library_that_the_system_cannot_load_is_refused_by_name(shipped, monkeypatch, caplog):
@@ -152,7 +152,7 @@ def test_a_wheels_libraries_are_built_by_their_options_and_loaded(shipped, monke
     made = build.build_variants(shipped)
     assert sorted(made) == sorted(shipped.iterdir())
     assert library.load()
-    assert library._state.says == str(made[0])
+    assert library._state.reason == str(made[0])
 
 
 PACKAGED = """

@@ -21,7 +21,7 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -33,7 +33,7 @@ Build = Callable[[int, int], nn.Module]
 
 def one_rate(model: nn.Module, lr: float) -> Iterable[Any]:
     """All parameters at the same rate."""
-    return [{"params": [each for each in model.parameters() if each.requires_grad]}]
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,20 @@ def replace_layers(build: Build) -> Callable[[nn.Module], None]:
     return convert
 
 
-def find_methods() -> tuple[dict[str, Method], list[str]]:
-    """Name -> method, and what was left out with the reason.
+class Methods(NamedTuple):
+    """All methods of this folder."""
+
+    by_name: dict[str, Method]
+    left_out: list[str]  #: files, each with the reason
+
+
+def find_methods() -> Methods:
+    """Import every file of this folder.
 
     Raises:
         ValueError: two methods of one name.
     """
-    found: dict[str, Method] = {}
+    by_name: dict[str, Method] = {}
     left_out = []
     for name in _list_files():
         try:
@@ -80,10 +87,10 @@ def find_methods() -> tuple[dict[str, Method], list[str]]:
             left_out.append(f"{name}: {error}")
             continue
         for method in methods:
-            if method.name in found:
+            if method.name in by_name:
                 raise ValueError(f"methods/{name}.py: there is another method {method.name!r}")
-            found[method.name] = method
-    return found, left_out
+            by_name[method.name] = method
+    return Methods(by_name, left_out)
 
 
 def _list_files() -> Iterator[str]:

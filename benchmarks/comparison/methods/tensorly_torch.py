@@ -9,7 +9,8 @@ from benchmarks.comparison.methods import Method, replace_layers
 
 def build(in_features: int, out_features: int) -> nn.Module:
     sizes = structlin.TT(rank=8).structure(in_features, out_features).sizes
-    inputs, outputs = ((sizes[f"{axis}1"], sizes[f"{axis}2"]) for axis in "ji")
+    inputs = (sizes["j1"], sizes["j2"])
+    outputs = (sizes["i1"], sizes["i2"])
     options = {"factorization": "BlockTT", "rank": (1, 8, 1), "implementation": "factorized"}
     return FactorizedLinear(inputs, outputs, bias=False, **options)
 

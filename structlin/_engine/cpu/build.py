@@ -118,11 +118,18 @@ def _name_variant(name: str) -> str:
 # ---- this machine's library ----------------------------------------------------------------------
 
 
-def build() -> Path:
-    """The library of this machine, built if there is none.
+class Recipe(NamedTuple):
+    """How this machine's library is made, and how its name begins."""
+
+    command: tuple[str, ...]
+    stem: str
+
+
+def read_recipe() -> Recipe:
+    """Nothing is compiled.
 
     Raises:
-        RuntimeError: no compiler, torch is too old, no folder for the library, or the build fails.
+        RuntimeError: no compiler, or torch or the system is not supported.
     """
     if _torch_version() < OLDEST:
         raise RuntimeError(
@@ -132,21 +139,52 @@ def build() -> Path:
         raise RuntimeError(f"{platform.system()} is not supported, only Linux and macOS")
     compiler = find_compiler()
     flags = (*FLAGS, "-march=native", *shlex.split(os.environ.get("STRUCTLIN_CXXFLAGS", "")))
-    tools = *flags, torch.__version__, _run([*compiler, "--version"]), describe_cpu()
-    stem = f"engine-{_hash_sources(*tools)}"
+    version = _run([*compiler, "--version"])
+    stem = f"engine-{_hash_sources(*flags, torch.__version__, version, describe_cpu())}"
+    return Recipe((*compiler, *flags), stem)
+
+
+def find_built() -> Path | None:
+    """The library of this machine, if it was built before. Nothing is compiled or written.
+
+    Raises:
+        RuntimeError: as `read_recipe`.
+    """
+    stem = read_recipe().stem
+    for folder in _list_folders():
+        try:
+            folder = folder.resolve()
+            _require_private(folder)
+            library = _find_library(folder, stem)
+        except OSError:  # `build` says why
+            continue
+        if library is not None:
+            return library
+    return None
+
+
+def build() -> Path:
+    """The library of this machine, built if there is none.
+
+    Raises:
+        RuntimeError: as `read_recipe`; or no folder for the library, or the build fails.
+    """
+    command, stem = read_recipe()
     reasons = []
     for folder in _list_folders():
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder = folder.resolve()
             _require_private(folder)
-            if found := _find_library(folder, stem):
-                return found
+            library = _find_library(folder, stem)
+            if library is not None:
+                return library
             with _lock(folder):
-                if found := _find_library(folder, stem):
-                    return found
+                library = _find_library(folder, stem)  # another process may have built it
+                if library is not None:
+                    return library
                 _tell(f"building its CPU engine, once, into {folder}: about half a minute")
-                return _compile([*compiler, *flags], folder, stem)
+                return _compile(command, folder, stem)
         except OSError as error:
             reasons.append(str(error))
     why = "; ".join(reasons)
@@ -158,7 +196,8 @@ def find_compiler() -> list[str]:
     chosen = os.environ.get("CXX", "").strip()
     for command in [chosen] if chosen else ["g++", "clang++"]:
         name, *options = shlex.split(command)
-        if program := shutil.which(name):
+        program = shutil.which(name)
+        if program is not None:
             return [program, *options]
     raise RuntimeError(
         f"no C++ compiler is found: install g++ or clang++, or set CXX, which is {chosen!r}"
@@ -184,17 +223,18 @@ def _compile(command: Sequence[str], folder: Path, stem: str) -> Path:
 
 def _run(command: Sequence[str]) -> str:
     """What a compiler prints, whatever its encoding."""
-    done = subprocess.run(
+    process = subprocess.run(
         command, check=True, capture_output=True, errors="replace", timeout=SECONDS
     )
-    return done.stdout
+    return process.stdout
 
 
 # ---- the folder where it is kept -----------------------------------------------------------------
 
 
 def _list_folders() -> list[Path]:
-    if chosen := os.environ.get("STRUCTLIN_CACHE"):
+    chosen = os.environ.get("STRUCTLIN_CACHE")
+    if chosen:
         return [Path(chosen)]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     temporary = os.path.join(tempfile.gettempdir(), f"structlin-{os.getuid()}")
@@ -205,14 +245,14 @@ def _require_private(path: Path) -> None:
     """Only this user and the machine's own can put code there: `path`, which has no links in it,
     and the folders above. In a sticky folder, such as /tmp, nobody can replace what is another's.
     """
-    trusted = os.getuid(), 0, os.stat("/").st_uid  # in a container / may be nobody's
+    trusted = (os.getuid(), 0, os.stat("/").st_uid)  # in a container / may be nobody's
     for place in (path, *path.parents):
         status = place.lstat()
-        # whose right to write lets another user in; the group may be the user's own
-        others = 0o002 if status.st_gid == status.st_uid else 0o022
+        # the rights by which another user writes; the group may be the user's own
+        foreign_rights = 0o002 if status.st_gid == status.st_uid else 0o022
         is_sticky_parent = place != path and status.st_mode & stat.S_ISVTX
-        others_write = status.st_mode & others and not is_sticky_parent
-        if status.st_uid not in trusted or others_write:
+        is_open = status.st_mode & foreign_rights and not is_sticky_parent
+        if status.st_uid not in trusted or is_open:
             raise PermissionError(
                 f"{place} is not trusted, for another user can change it (owner "
                 f"{status.st_uid}, mode {stat.S_IMODE(status.st_mode):o}): chmod go-w it"
@@ -284,17 +324,17 @@ def _try_lock(file: IO[str]) -> bool:
 
 
 def _torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
+    return tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 
 @cache
 def describe_cpu() -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+        first_cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
         return f"{platform.machine()} {platform.processor()}"
-    says = ("model name", "flags", "Features", "CPU part")
-    return "\n".join(line for line in lines if line.startswith(says))
+    keys = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(line for line in first_cpu.splitlines() if line.startswith(keys))
 
 
 def _hash_sources(*tools: str) -> str:
