@@ -98,7 +98,7 @@ def run(tokens: int, family: str, keep: float, **sizes: Any) -> list[Row]:
     return [row, truncate(tokens, sizes, ranks=ranks) | {"method": SAME_RANKS}]
 
 
-def bound_memory() -> dict[str, float]:
+def bound_memory() -> dict[str, Any]:
     """The option by which `compress` bounds its memory, where it has that option."""
     has_option = "memory" in inspect.signature(structlin.compress).parameters
     return {"memory": MEMORY} if has_option else {}
@@ -142,7 +142,8 @@ def measure(model: nn.Module, sizes: Row) -> Row:
 
 def is_run(job: Row) -> bool:
     """Whether there is such a row: the dense model keeps everything, the others do not."""
-    return (job["family"] == "dense") == (job["keep"] == 1)
+    is_dense: bool = job["family"] == "dense"
+    return is_dense == (job["keep"] == 1)
 
 
 # ---- what is shown -------------------------------------------------------------------------------
