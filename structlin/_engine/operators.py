@@ -192,7 +192,8 @@ def multiply_views(
     ):
         y = _Product.apply(loop, program, (), True, x, bias, None, *cores)  # type: ignore[no-untyped-call]
     else:
-        y, _ = _multiply_views(x, cores, bias, False, program.numbers)
+        trains = False
+        y, _ = _multiply_views(x, cores, bias, trains, program.numbers)
     return y
 
 
@@ -240,7 +241,8 @@ class _Product(torch.autograd.Function):
         between: Tensor | None = None
         y: Tensor
         if by_views:
-            y, between = _multiply_views(x, cores, bias, True, program.numbers)
+            trains = True  # so that `between`, what the cores hand on, is kept for backward
+            y, between = _multiply_views(x, cores, bias, trains, program.numbers)
         else:
             y = _multiply(x, cores, bias, gains, sigmas, program.numbers)
         ctx.save_for_backward(between, x, bias, gains, *cores)

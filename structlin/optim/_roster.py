@@ -235,17 +235,21 @@ def _is_in_a_whole_model(layer: _Linear, layers: list[_Linear]) -> bool:
 
 def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> tuple[float, ...]:
     """The mass of each core of a layer, or of its one matrix."""
-    cores = 1
-    structured = isinstance(info.owner, StructuredLinear | StructuredExperts)
+    cores: int | None = None
+    reason = "is no structured layer, it has one mass"
     if isinstance(info.owner, StructuredLinear | StructuredExperts):
         cores = len(info.owner.structure.cores)
-    if isinstance(mass, tuple) and not (structured and len(mass) == cores):
-        what = f"has {cores} cores" if structured else "is no structured layer, it has one mass"
-        raise ValueError(f"masses: {info.layer!r} {what}, not {mass!r}")
-    shares = mass if isinstance(mass, tuple) else (mass / cores,) * cores
+        reason = f"has {cores} cores"
+    if isinstance(mass, tuple):
+        if len(mass) != cores:
+            raise ValueError(f"masses: {info.layer!r} {reason}, not {mass!r}")
+        shares = mass
+    else:
+        matrices = cores or 1
+        shares = (mass / matrices,) * matrices
     if not all(0 < share < inf for share in shares):
-        what = "masses are positive and finite (requires_grad_(False) freezes a layer)"
-        raise ValueError(f"masses: {info.layer!r} has {mass!r}; {what}")
+        advice = "masses are positive and finite (requires_grad_(False) freezes a layer)"
+        raise ValueError(f"masses: {info.layer!r} has {mass!r}; {advice}")
     return shares
 
 
