@@ -273,10 +273,10 @@ class StructuredExperts(DescribedModule, ExpertStack):
 
     def multiply_rows(self, rows: Sequence[Tensor | None]) -> list[Tensor | None]:
         lay = self.lay
-        # each core in one part for each matrix: (batch, fan_out, fan_in)
-        parts_of_cores: list[Any] = [
-            torch.unflatten(core, 0, (lay.count, -1)) for core in self.cores
-        ]
+        # of each core a part for each matrix: (matrices, batch, fan_out, fan_in)
+        parts_of_cores: list[Any] = []
+        for core in self.cores:
+            parts_of_cores.append(torch.unflatten(core, 0, (lay.count, -1)))
         if sum(x is not None for x in rows) > 1:  # one node of the graph for all of them
             parts_of_cores = [parts.unbind(0) for parts in parts_of_cores]
         results: list[Tensor | None] = []

@@ -465,7 +465,8 @@ def _is_chain(structure: Structure) -> bool:
         next_axes = axes_of_cores[n + 1]
         axes_after_next = set().union(*axes_of_cores[n + 2 :])
         rank_axes = axes - ends - axes_before  # made by this core, and summed by another
-        skips_the_next_core = not axes & axes_after_next <= next_axes
+        axes_needed_later = axes & axes_after_next
+        skips_the_next_core = not axes_needed_later <= next_axes
         if skips_the_next_core or rank_axes & axes_after_next:
             return False
     return True

@@ -167,6 +167,7 @@ def is_optimal(structure: Structure, weighed: bool, padded: bool) -> bool:
     on_both_sides = inputs & outputs
     unused = on_both_sides - _axes_of_cores(structure)
     if len(structure.cores) == 1:
+        # a block that is used again is a mean over its uses, and padding's count there as zeros
         return not (padded and unused)
     if len(structure.cores) > 2:
         return False
