@@ -250,8 +250,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[4:]
+        needs = ctx.needs_input_grad[len(_NO_TENSORS) :]
         between, *inputs = ctx.saved_tensors
+        # the engine has the first derivative of plain tensors; autograd derives all others from
+        # the definition
         is_served = available(dy) if between is None else is_plain(dy)
         if torch.is_grad_enabled() or is_batch(dy) or is_transformed() or not is_served:
 

@@ -441,12 +441,17 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    view, *where = args
-    if kwargs or not isinstance(view, ExpertsView) or view.experts is not None:
+    """The view of one expert or of each token's, for `view[index]` and `view.select(0, index)`;
+    None for every other part of the parameter."""
+    if kwargs:
         return None
-    if func is not Tensor.__getitem__ and where[0] != 0:
+    view = args[0]
+    if not isinstance(view, ExpertsView) or view.experts is not None:
         return None
-    index = where[-1]
+    is_select = func is not Tensor.__getitem__
+    if is_select and args[1] != 0:
+        return None
+    index = args[-1]
     if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64):
         if index.ndim == 1:
             return ExpertsView(view.stack, index, view.swapped)
