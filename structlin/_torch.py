@@ -1,7 +1,7 @@
 """The private names of torch, each behind what it is used for.
 
-A release of torch may take one away without a word; then this file changes, and no other. What is
-not here yet is listed in tests/test_imports.py, which also looks up every private name.
+A release of torch may take one away without a word; then this file changes, and no other.
+tests/test_imports.py looks up every one of them.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,23 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+
+# The classes that torch's own layers of a kind share.
+BatchNorm = torch.nn.modules.batchnorm._BatchNorm
+ConvNd = torch.nn.modules.conv._ConvNd
+ConvTransposeNd = torch.nn.modules.conv._ConvTransposeNd
+# One operation on each tensor of a list. torch's optimizers take them.
+foreach_add_ = torch._foreach_add_
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp = torch._foreach_lerp
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+foreach_sub_ = torch._foreach_sub_
+foreach_zero_ = torch._foreach_zero_
+# Whether autocast is on for any device. A layer asks at every call, so no function stands between.
+is_autocast_enabled = torch._C._is_any_autocast_enabled
+_BATCHED = torch._C._dispatch_key_parse("Batched")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,9 +46,31 @@ def leave_uncompiled(function: Function) -> Function:
     return uncompiled  # type: ignore[no-any-return]
 
 
-def is_autocast_enabled() -> bool:
-    """Whether autocast is on for any device."""
-    return torch._C._is_any_autocast_enabled()
+# while torch 2.10 traces, it takes the first for true and the third for a tensor
+@call_while_tracing
+def is_transformed() -> bool:
+    """Whether the call is exported or traced, so that the result needs no structlin, or derivatives
+    are taken by anything else than autograd's backward pass."""
+    return bool(
+        torch.compiler.is_exporting()
+        or torch._C._get_tracing_state()
+        or torch._C._are_functorch_transforms_active()
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def is_batch(dy: Tensor) -> bool:
+    """Whether it stands for many, in `autograd.grad(is_grads_batched=True)`, an older vmap."""
+    return bool(torch._C._dispatch_keys(dy).has(_BATCHED))
+
+
+def sum_over_processes(term: Tensor, group: Any) -> Tensor:
+    """The sum of a term over the processes of a group, ready to be read. No derivative is taken."""
+    import torch.distributed._functional_collectives as collectives
+
+    reduced = collectives.all_reduce(term, "sum", group)
+    ready: Tensor = collectives.wait_tensor(reduced)  # type: ignore[no-untyped-call]
+    return ready
 
 
 def keeps_graph() -> bool:

@@ -17,7 +17,6 @@ from math import sqrt
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -40,6 +39,7 @@ from ._layer.order import store_as_declared_, store_outermost_
 from ._structure.arguments import checked
 from ._structure.cut import Cut, axis_of, cut
 from ._structure.structure import Structure
+from ._torch import sum_over_processes
 
 __all__ = [
     "AxisParallel",
@@ -526,7 +526,7 @@ def sum_gradients(mesh: DeviceMesh, *tensors: Tensor) -> list[Tensor]:
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: str, term: Tensor) -> Tensor:
-        return _all_reduce(term, group)
+        return sum_over_processes(term, group)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -545,19 +545,13 @@ class _SumGradients(torch.autograd.Function):
         needs = ctx.needs_input_grad[1:]
         terms = [gradient for gradient, needed in zip(gradients, needs, strict=True) if needed]
         if len(terms) == 1:
-            sums = [_all_reduce(terms[0], ctx.group)]
+            sums = [sum_over_processes(terms[0], ctx.group)]
         else:
-            flat = _all_reduce(torch.cat([term.reshape(-1) for term in terms]), ctx.group)
+            flat = sum_over_processes(torch.cat([term.reshape(-1) for term in terms]), ctx.group)
             pieces = torch.split(flat, [term.numel() for term in terms])
             sums = [piece.view(term.shape) for piece, term in zip(pieces, terms, strict=True)]
         in_order = iter(sums)
         return None, *(next(in_order) if needed else None for needed in needs)
-
-
-def _all_reduce(term: Tensor, group: Any) -> Tensor:
-    reduced = collectives.all_reduce(term, "sum", group)
-    ready: Tensor = collectives.wait_tensor(reduced)  # type: ignore[no-untyped-call]
-    return ready
 
 
 # ---- what is communicated ------------------------------------------------------------------------

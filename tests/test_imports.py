@@ -100,19 +100,6 @@ def test_python_m_structlin_is_the_command_and_ends_with_its_code():
 
 # ---- the private names of torch ------------------------------------------------------------------
 
-NOT_IN_ONE_FILE_YET = {  # take a file out once its names are in structlin/_torch.py
-    "_compress/replay.py",
-    "_engine/operators.py",
-    "_engine/product.py",
-    "_model/experts.py",
-    "_model/parameters.py",
-    "optim/_block.py",
-    "optim/_normed.py",
-    "optim/_roster.py",
-    "optim/_stacks.py",
-    "parallel.py",  # torch.distributed is loaded where it is used
-}
-
 
 def is_private(name: str) -> bool:
     parts = name.split(".")
@@ -157,7 +144,6 @@ def test_a_private_name_that_is_not_there_is_seen():
             look_up(name)
 
 
-def test_private_names_of_torch_are_in_one_file_but_for_those_that_are_known():
+def test_private_names_of_torch_are_in_one_file():
     files = {path.relative_to(PACKAGE).as_posix() for path, names in PRIVATE.items() if names}
-    assert "_torch.py" in files
-    assert files - {"_torch.py"} <= NOT_IN_ONE_FILE_YET
+    assert files == {"_torch.py"}

@@ -34,12 +34,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
 from .._hosts.registry import call_options
 from .._model.calls import split_batch
 from .._model.transaction import Step, completed_at_end
 from .._projection.matrices import limit_threads
+from .._torch import tree_map
 from .padding import find_masks, name_arguments
 from .replica import Copier, NoCopyError, Replica
 

@@ -23,12 +23,11 @@ from torch.nn import Parameter
 from torch.utils.flop_counter import register_flop_formula
 
 from .._structure.structure import Program, steps_of
-from .._torch import call_while_tracing
+from .._torch import call_while_tracing, is_batch, is_transformed
 from . import OF_BIAS, OF_CORES, OF_GAINS, OF_X, views
 from .cpu import library
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_BATCHED = torch._C._dispatch_key_parse("Batched")
 
 
 class Affine(NamedTuple):
@@ -137,19 +136,6 @@ def choose(
 @call_while_tracing
 def _pays_compiled(numbers: tuple[int, ...], dtype: torch.dtype, trains: bool) -> bool:
     return choose(numbers, dtype, trains=trains) != Path.BLAS
-
-
-# while torch 2.10 traces, it takes the first for true and the third for a tensor
-@call_while_tracing
-def is_transformed() -> bool:
-    """Whether the call is exported or traced, so that the result needs no structlin, or derivatives
-    are taken by anything else than autograd's backward pass."""
-    return bool(
-        torch.compiler.is_exporting()
-        or torch._C._get_tracing_state()
-        or torch._C._are_functorch_transforms_active()
-        or torch.autograd.forward_ad._current_level >= 0
-    )
 
 
 def available(x: Tensor) -> bool:
@@ -280,11 +266,6 @@ def _join_wants(x: bool, cores: Sequence[bool], bias: bool, gains: bool = False)
     """The gradients that autograd needs, as the operators take them. They give those of all cores
     or of none; autograd leaves what nobody needs."""
     return OF_X * x | OF_CORES * any(cores) | OF_BIAS * bias | OF_GAINS * gains
-
-
-def is_batch(dy: Tensor) -> bool:
-    """Whether it stands for many, in `autograd.grad(is_grads_batched=True)`, an older vmap."""
-    return bool(torch._C._dispatch_keys(dy).has(_BATCHED))
 
 
 def differentiate(

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._structure.structure import SILU_RMS, Move, Program, Structure
+from .._torch import is_autocast_enabled
 from . import operators
 from .operands import check_bias, check_cores, check_input
 from .operators import Affine
@@ -128,7 +129,7 @@ def compute(structure: Structure, affine: Affine, x: Tensor) -> Tensor:
         affine: its program is the structure's, or a narrower one, whose widths x, bias and the
             result have.
     """
-    if torch._C._is_any_autocast_enabled():
+    if is_autocast_enabled():
         dtype = _find_autocast_dtype(x)
         if dtype is not None:
             affine = _cast(affine, dtype)

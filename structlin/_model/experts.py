@@ -8,15 +8,15 @@ import re
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from .._hosts import registry
 from .._layer.experts import ExpertStack, Lay
 from .._layer.linear import StructuredLinear
 from .._structure.arguments import checked, show
+from .._torch import ConvNd
 
 _LAYERS = (
-    StructuredLinear, nn.Linear, _ConvNd, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag,
+    StructuredLinear, nn.Linear, ConvNd, nn.MultiheadAttention, nn.Embedding, nn.EmbeddingBag,
 )  # fmt: skip
 _EXAMPLES = "'e m n', 'e n m', 'e (f m) n', 'e n (m f)' or 'm n'"
 _TOKEN = re.compile(r"\([^()]*\)|[^\s()]+")  # of one dimension

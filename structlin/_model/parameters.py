@@ -10,16 +10,15 @@ from math import prod
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .._hosts.transformers import is_conv1d
 from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear
+from .._torch import BatchNorm, ConvNd, ConvTransposeNd
 from .experts import Layout, layouts_of, read_sides
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _BatchNorm)
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, BatchNorm)
 
 
 @dataclass(frozen=True)
@@ -136,10 +135,10 @@ def weights_of(module: nn.Module) -> dict[str, Weight]:
         assert isinstance(module.weight, Tensor)
         in_features, out_features = module.weight.shape
         return {"weight": Weight("matrix", out_features, in_features, "n m")}
-    if isinstance(module, _ConvNd):
+    if isinstance(module, ConvNd):
         fan_out = module.out_channels // module.groups
         fan_in = module.in_channels // module.groups
-        sides = "(g n) m" if isinstance(module, _ConvTransposeNd) else "(g m) n"
+        sides = "(g n) m" if isinstance(module, ConvTransposeNd) else "(g m) n"
         kernel = {f"k{n}": size for n, size in enumerate(module.kernel_size, 1)}
         axes = " ".join([sides, *kernel])
         return {"weight": Weight("matrix", fan_out, fan_in, axes, {"g": module.groups, **kernel})}

@@ -21,6 +21,7 @@ from .._model.parameters import Weight, parameters_of
 from .._structure.arguments import checked, fit, require_choice, require_keys, show, warn
 from .._tables import Table, hide_numbers
 from .._tensors import Dtype, Rate
+from .._torch import foreach_add_, foreach_lerp_, foreach_mul_, foreach_norm, foreach_sub_
 from ..duality import Method, choose_polar
 from ._depth import Depth
 from ._rates import KEPT, list_parameters, require_kept, require_names
@@ -437,7 +438,7 @@ class BlockOptimizer(Optimizer):
         directions = [direction for move in checked_moves for direction in move.directions]
         if not directions:
             return
-        tensors = torch._foreach_norm(directions)
+        tensors = foreach_norm(directions)
         device = tensors[0].device
         # one wait for the device
         norms = torch.stack([norm.to(device, torch.float32) for norm in tensors]).tolist()
@@ -463,10 +464,10 @@ class BlockOptimizer(Optimizer):
             return
         for rule in move.rules:
             momenta = rule.blocks.momenta
-            torch._foreach_lerp_(momenta, list(rule.blocks.gradients), 1 - group["momentum"])
+            foreach_lerp_(momenta, list(rule.blocks.gradients), 1 - group["momentum"])
         lr = group["lr"] * group["lr_mult"]
         if group["weight_decay"]:
-            torch._foreach_mul_(local, 1 - lr * group["weight_decay"])
+            foreach_mul_(local, 1 - lr * group["weight_decay"])
         by_length: dict[float, list[int]] = defaultdict(list)
         for n, member in enumerate(move.stack.members):
             by_length[member.length].append(n)
@@ -548,8 +549,6 @@ class BlockOptimizer(Optimizer):
 
 def _descend(params: list[Tensor], steps: list[Tensor], lr: float | Tensor, length: float) -> None:
     if isinstance(lr, Tensor):
-        torch._foreach_sub_(
-            params, [step * (lr * length).to(step.device, step.dtype) for step in steps]
-        )
+        foreach_sub_(params, [step * (lr * length).to(step.device, step.dtype) for step in steps])
     else:
-        torch._foreach_add_(params, steps, alpha=-lr * length)
+        foreach_add_(params, steps, alpha=-lr * length)

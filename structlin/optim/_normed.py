@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from .._model.parameters import Weight
 from .._structure.arguments import checked, require_keys
+from .._torch import foreach_copy_, foreach_zero_
 from ..duality import promote, spectral_bound
 from ._roster import Masses, Roster
 from ._sharding import gather_whole, local_gradient, local_part
@@ -186,13 +187,13 @@ class Normed(Wrapper):
             {name: group[name] for name in changed if name in group} for group in self.param_groups
         ]
         try:
-            torch._foreach_zero_(local)
+            foreach_zero_(local)
             for group in self.param_groups:
                 group.update({name: value for name, value in changed.items() if name in group})
             self.base.step()
             return [p.clone() for p in local]
         finally:
-            torch._foreach_copy_(local, values_before)
+            foreach_copy_(local, values_before)
             for group, values in zip(self.param_groups, options, strict=True):
                 group.update(values)
 

@@ -21,6 +21,7 @@ from .._model.parameters import (
 )
 from .._model.select import suggest_names
 from .._tables import hide_numbers
+from .._torch import foreach_norm
 from ._sharding import find_misplaced
 
 Masses = Mapping[str, float | tuple[float, ...]]
@@ -81,7 +82,7 @@ class Roster:
         """Raises FloatingPointError if one of `gradients`, those of `params`, is not finite."""
         if not params:
             return
-        norms = torch._foreach_norm(gradients)
+        norms = foreach_norm(gradients)
         # One number for all, and one wait for the device. A norm may overflow where no entry does.
         total = torch.stack([norm.to(norms[0].device, torch.float32) for norm in norms]).sum()
         if bool(total.isfinite()):

@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from .._model.parameters import Weight
+from .._torch import foreach_lerp
 from ..duality import LARGEST_STACK, SMALLEST_STACK, Polar, dualize_embedding
 from ._sharding import join_parts, local_gradient, take_part
 
@@ -93,8 +94,8 @@ class Blocks:
     def update(self) -> Tensor:
         """Nesterov's (1 - momentum) G + momentum B, with this step's B, `(blocks, m, n)`."""
         momentum = self.options["momentum"]
-        averages = torch._foreach_lerp(self.momenta, list(self.gradients), 1 - momentum)
-        return self.stack(torch._foreach_lerp(list(self.gradients), averages, momentum))
+        averages = foreach_lerp(self.momenta, list(self.gradients), 1 - momentum)
+        return self.stack(foreach_lerp(list(self.gradients), averages, momentum))
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
         """What is cut as the parameters are, one tensor for each, as `(blocks, m, n)`."""
