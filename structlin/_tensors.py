@@ -62,8 +62,8 @@ def check_device(name: str, value: Any) -> Any:
         torch.empty(0, device=value)
     except (AssertionError, RuntimeError, TypeError, ValueError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        says = str(error).partition("\n")[0]
-        raise kind(f"{name}={show(value)} cannot be used: {says}") from None
+        reason = str(error).partition("\n")[0]
+        raise kind(f"{name}={show(value)} cannot be used: {reason}") from None
     return value
 
 

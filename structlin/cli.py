@@ -171,11 +171,13 @@ def compress(options: argparse.Namespace) -> Result:
             include=options.include,
             exclude=options.exclude,
         )
-        figure = figures["compressed"] = measure(model, dense, batches.heldout)
+        figure = measure(model, dense, batches.heldout)
+        figures["compressed"] = figure
         if options.heal:
             tell(f"healing, {options.heal} steps")
             structlin.distill(model, dense, batches.train, steps=options.heal)
-            figure = figures["healed"] = measure(model, dense, batches.heldout)
+            figure = measure(model, dense, batches.heldout)
+            figures["healed"] = figure
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         copy_beside(options.model, folder)

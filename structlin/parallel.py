@@ -622,7 +622,8 @@ def list_collectives(
         width = divided.head.out_features
         messages.append(Collective("all_reduce", "backward", "between cores", width))
     if weight_norm:
-        numbers = len(norms) + divided.stop - divided.start
+        gains = divided.stop - divided.start  # one for each core that is divided
+        numbers = len(norms) + gains
         messages.append(Collective("all_reduce", "backward", "norms and gains", 0, numbers))
     if divided.whole_cores:
         numbers = sum(cores[n].params for n in divided.whole_cores)

@@ -475,6 +475,7 @@ def main(argv: list[str] | None = None) -> Healing:
     for name in Recipe.__dataclass_fields__:
         if getattr(chosen, name, None) is not None:
             changes[name] = getattr(chosen, name)
+    structlin.StructuredLinear(8, 8)(torch.zeros(1, 8))  # builds the engine before times
     piece = Piece(chosen.minutes, chosen.save_minutes)
     result = experiment.result_path(chosen, NAME)
     return run(Recipe(**changes), chosen.states, result, piece)

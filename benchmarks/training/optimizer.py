@@ -10,9 +10,18 @@ slows down slows all of them. A sample is five steps, so that each holds SOAP's 
 once. Memory: what the optimizer keeps, and the most that one step allocates
 on top, both in units of the model's parameters. Widths and threads that an earlier result in --out
 has are not measured again.
+
+On a CPU the time is that in which the thread that steps computes. On an idle machine a user waits
+as long. Other processes lengthen that wait much, and this time less, through caches alone. So
+shares can be compared where the command runs beside others, as
+
+    OMP_WAIT_POLICY=passive python -m benchmarks.training.optimizer
+
+or a thread that waits for another one counts as one that computes.
 """
 
 import copy
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -69,8 +78,9 @@ def torch_muon(model: nn.Module) -> list[torch.optim.Optimizer]:
     hidden = [
         p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2
     ]
-    rest = [p for p in model.parameters() if all(p is not q for q in hidden)]
-    return [torch.optim.Muon(hidden, lr=1e-4), torch.optim.AdamW(rest, lr=1e-4)]
+    hidden_ids = {id(p) for p in hidden}
+    not_hidden = [p for p in model.parameters() if id(p) not in hidden_ids]
+    return [torch.optim.Muon(hidden, lr=1e-4), torch.optim.AdamW(not_hidden, lr=1e-4)]
 
 
 def muon(make: type[structlin.optim.Muon] = structlin.optim.Muon, **options: Any) -> Make:
@@ -114,19 +124,18 @@ def measure(width: int, threads: int, depth: int, tokens: int, rounds: int, devi
     for name, optimizers in made.items():
         works[name] = partial(step, optimizers)
         works[name]()  # makes the state
-    times = timing.interleaved(
-        works, lambda work: timing.wall(work, device), rounds=(rounds, rounds)
-    )
+    clock = own_time if device == "cpu" else partial(timing.wall, device=device)
+    times = timing.interleaved(works, clock, rounds=(rounds, rounds))
     for name in made:
         times[name] = [each / PERIOD for each in times[name]]
 
     def milliseconds(name: str) -> dict[str, float]:
-        return timing.spread([1e3 * each for each in times[name]], low=10)
+        return timing.spread([1e3 * seconds for seconds in times[name]], low=10)
 
-    found = []
+    rows = []
     for name, (kind, _) in OPTIMIZERS.items():
         size = sum(p.nbytes for p in models[kind].parameters())
-        found.append(
+        rows.append(
             {
                 "optimizer": name,
                 "model": kind,
@@ -139,7 +148,14 @@ def measure(width: int, threads: int, depth: int, tokens: int, rounds: int, devi
                 "peak": timing.peak_bytes(works[name], device) / size,
             }
         )
-    return {"optimizers": found}
+    return {"optimizers": rows}
+
+
+def own_time(work: Callable[[], None]) -> float:
+    """Seconds in which this thread computes; torch gives it a share of every parallel operation."""
+    start = time.thread_time()
+    work()
+    return time.thread_time() - start
 
 
 def forward_backward(model: nn.Module, tokens: Tensor) -> None:
@@ -149,10 +165,10 @@ def forward_backward(model: nn.Module, tokens: Tensor) -> None:
 
 def with_gradients(model: nn.Module) -> nn.Module:
     """A copy that has the gradients too."""
-    own = copy.deepcopy(model)
-    for p, q in zip(own.parameters(), model.parameters(), strict=True):
-        p.grad = None if q.grad is None else q.grad.clone()
-    return own
+    copied = copy.deepcopy(model)
+    for p, original in zip(copied.parameters(), model.parameters(), strict=True):
+        p.grad = None if original.grad is None else original.grad.clone()
+    return copied
 
 
 def step(optimizers: list[torch.optim.Optimizer]) -> None:
@@ -162,8 +178,12 @@ def step(optimizers: list[torch.optim.Optimizer]) -> None:
 
 
 def state_bytes(optimizers: list[torch.optim.Optimizer]) -> int:
-    states = [state for optimizer in optimizers for state in optimizer.state.values()]
-    return sum(each.nbytes for state in states for each in state.values() if torch.is_tensor(each))
+    total = 0
+    for optimizer in optimizers:
+        for state in optimizer.state.values():
+            tensors = [value for value in state.values() if torch.is_tensor(value)]
+            total += sum(tensor.nbytes for tensor in tensors)
+    return total
 
 
 def markdown(result: dict[str, Any]) -> str:
@@ -175,15 +195,17 @@ def markdown(result: dict[str, Any]) -> str:
     ]
     widths = list(dict.fromkeys(row["width"] for row in rows))
     lines = []
-    for found in zip(*(row["optimizers"] for row in rows), strict=True):
-        cells = [
-            f"{each['step_ms']['median']:.1f} ({each['share']['median']:.1%})" for each in found
-        ]
+    for number, optimizer in enumerate(rows[0]["optimizers"]):
+        runs = [row["optimizers"][number] for row in rows]
+        cells = [f"{run['step_ms']['median']:.1f} ({run['share']['median']:.1%})" for run in runs]
         for width in widths:
-            mine = [each for row, each in zip(rows, found, strict=True) if row["width"] == width]
-            memory = (max(each[name] for each in mine) for name in ("state", "peak"))
-            cells.append(" + ".join(f"{most:.2f}" for most in memory))
-        lines.append([found[0]["optimizer"], *cells])
+            runs_of_width = [
+                run for row, run in zip(rows, runs, strict=True) if row["width"] == width
+            ]
+            state = max(run["state"] for run in runs_of_width)
+            peak = max(run["peak"] for run in runs_of_width)
+            cells.append(f"{state:.2f} + {peak:.2f}")
+        lines.append([optimizer["optimizer"], *cells])
     memories = [f"memory {width}: state + step" for width in widths]
     return report.table(["", *titles, *memories], lines)
 
@@ -191,22 +213,24 @@ def markdown(result: dict[str, Any]) -> str:
 def numbers(result: Row) -> dict[str, str]:
     """What a step costs: Muon's over torch's; on BTT, as a share of forward and backward, on one
     thread and on two; the state on BTT, over the parameters."""
-    runs = [
-        (row["threads"], {each["optimizer"]: each for each in row["optimizers"]})
-        for row in result["rows"]
-    ]
-    beside = [each["structlin Muon"]["beside_torch"]["median"] for _, each in runs]
-    found = report.least_and_most("step.", beside, ".2f")
+    beside_torch = []
+    for row in result["rows"]:
+        runs = {run["optimizer"]: run for run in row["optimizers"]}
+        beside_torch.append(runs["structlin Muon"]["beside_torch"]["median"])
+    values = report.least_and_most("step.", beside_torch, ".2f")
     for name in ("Muon", "SOAP"):
-        on_btt = []
-        for threads, by_name in runs:
-            on_btt += [(threads, by_name[f"structlin {name}, {kind}"]) for kind in STRUCTURES]
-        for threads in dict.fromkeys(threads for threads, _ in runs):
-            shares = [100 * each["share"]["median"] for count, each in on_btt if count == threads]
-            found |= report.least_and_most(f"step.{name}_{threads}_", shares, ".1f")
-        states = [each["state"] for _, each in on_btt]
-        found |= report.least_and_most(f"step.{name}_state_", states, ".1f")
-    return found
+        states = []
+        shares: dict[int, list[float]] = {}  # percent, by the number of threads
+        for row in result["rows"]:
+            runs = {run["optimizer"]: run for run in row["optimizers"]}
+            for kind in STRUCTURES:
+                run = runs[f"structlin {name}, {kind}"]
+                states.append(run["state"])
+                shares.setdefault(row["threads"], []).append(100 * run["share"]["median"])
+        for threads, percents in shares.items():
+            values |= report.least_and_most(f"step.{name}_{threads}_", percents, ".1f")
+        values |= report.least_and_most(f"step.{name}_state_", states, ".1f")
+    return values
 
 
 EXPERIMENT = Experiment(
@@ -221,9 +245,10 @@ EXPERIMENT = Experiment(
     sizes={
         "depth": 4,
         "tokens": 4096,
-        "rounds": 5,
+        "rounds": 3,
         "device": "cuda" if torch.cuda.is_available() else "cpu",
     },
+    note={"clock": "of the thread that steps on a CPU, of the wall on a GPU"},
     smoke={"width": [64], "threads": [1], "depth": 1, "tokens": 512, "rounds": 2},
     analyse=lambda rows: {},
     show=lambda result: [markdown(result)],

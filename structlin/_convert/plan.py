@@ -74,8 +74,8 @@ class ExpertsProjection(Projection):
         if not few:
             return ""
         rarest = min(few, key=self.tokens_of_experts.__getitem__)
-        others = f" and {len(few) - 1} more" if len(few) > 1 else ""
-        return f" of {self.tokens_of_experts[rarest]} tokens in expert {rarest}{others}: few"
+        count = f" and {len(few) - 1} more" if len(few) > 1 else ""
+        return f" of {self.tokens_of_experts[rarest]} tokens in expert {rarest}{count}: few"
 
 
 class NewVector(NamedTuple):
@@ -407,7 +407,8 @@ def warn_of(planned: Plan) -> None:
     if hooked:
         texts.append(f"left dense, for they have hooks, which would be lost: {', '.join(hooked)}")
     decided = {decision.layer.name for decision in planned.decisions}
-    loose = [each for each in find_loose_matrices(planned.model) if each.name not in decided]
+    matrices = find_loose_matrices(planned.model)
+    loose = [matrix for matrix in matrices if matrix.name not in decided]
     if loose:
         names = ", ".join(map(str, loose))
         texts.append(f"left dense, for they are parameters and no linear layers: {names}")

@@ -228,19 +228,19 @@ def _group_structured_experts(model: nn.Module) -> list[LooseRow]:
         groups[pattern, stack.lay, stack.structure, stack.label].append(stack)
     rows = []
     for group in groups.values():
-        first = group[0]
-        lay = first.lay
+        example = group[0]
+        lay = example.lay
         first_names = [names[stack][0] for stack in group]
         count = len(group) * lay.count
-        share = percent(first.structure.params, lay.fan_in * lay.fan_out)
+        share = percent(example.structure.params, lay.fan_in * lay.fan_out)
         rows.append(
             LooseRow(
                 name=name_group(first_names, alike[hide_numbers(first_names[0])]),
                 role="experts",
                 matrices=count,
                 size=f"{lay.fan_in} -> {lay.fan_out}",
-                params=count * first.structure.params,
-                stepped_by=f"{first.label}, {share} of dense; Muon and SOAP step each matrix",
+                params=count * example.structure.params,
+                stepped_by=f"{example.label}, {share} of dense; Muon and SOAP step each matrix",
             )
         )
     return rows
@@ -324,6 +324,7 @@ def _time(layer: Layer, row: Row, tokens: int) -> Row:
             nn.init.zeros_(parameter)  # numbers that nobody has written may be slow
         modules.append(dense)
     seconds = _time_in_turn([partial(_step, module, x, dy) for module in modules], device)
+    # a dense layer was the only one: both are its seconds
     return replace(row, seconds=seconds[0], dense_seconds=seconds[-1])
 
 

@@ -195,6 +195,7 @@ def widen(
         budget = getattr(goal, match)
         width = multiple * _find_widest(price, budget, MAX_WIDTH // multiple)
     prices = {tried: getattr(counted, match) for tried, counted in costs.items()}
+    # if no width costs more than the budget, the widest that was tried says nothing
     if width and max(prices.values()) > budget:
         return Widened(width, costs[width], goal, match, structure, build, options)
     unit = "FLOPs" if match == "flops" else "parameters"

@@ -192,7 +192,8 @@ def multiply_views(
     ):
         y = _Product.apply(loop, program, (), True, x, bias, None, *cores)  # type: ignore[no-untyped-call]
     else:
-        y, _ = _multiply_views(x, cores, bias, False, program.numbers)
+        trains = False
+        y, _ = _multiply_views(x, cores, bias, trains, program.numbers)
     return y
 
 
@@ -240,7 +241,8 @@ class _Product(torch.autograd.Function):
         between: Tensor | None = None
         y: Tensor
         if by_views:
-            y, between = _multiply_views(x, cores, bias, True, program.numbers)
+            trains = True  # so that `between`, what the cores hand on, is kept for backward
+            y, between = _multiply_views(x, cores, bias, trains, program.numbers)
         else:
             y = _multiply(x, cores, bias, gains, sigmas, program.numbers)
         ctx.save_for_backward(between, x, bias, gains, *cores)
@@ -248,8 +250,10 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        needs = ctx.needs_input_grad[4:]
+        needs = ctx.needs_input_grad[len(_NO_TENSORS) :]
         between, *inputs = ctx.saved_tensors
+        # the engine has the first derivative of plain tensors; autograd derives all others from
+        # the definition
         is_served = available(dy) if between is None else is_plain(dy)
         if torch.is_grad_enabled() or is_batch(dy) or is_transformed() or not is_served:
 

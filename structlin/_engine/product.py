@@ -37,7 +37,7 @@ def multiply(program: Program, cores: Sequence[Tensor], x: Tensor) -> Tensor:
         if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
             h = h.contiguous()  # or torch.bmm goes through it block by block
         h = torch.bmm(h, core.transpose(-1, -2))  # -> (batch, tokens * repeat, fan_out)
-    y = _permute(h, program.last).reshape(*x.shape[:-1], program.out_features + rows)
+    y = _permute(h, program.final_move).reshape(*x.shape[:-1], program.out_features + rows)
     return y[..., : program.out_features] if rows else y
 
 

@@ -9,6 +9,7 @@ forward of the user's class stays as it is, routing and all, whatever `experts_i
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -272,10 +273,10 @@ class StructuredExperts(DescribedModule, ExpertStack):
 
     def multiply_rows(self, rows: Sequence[Tensor | None]) -> list[Tensor | None]:
         lay = self.lay
-        # each core in one part for each matrix: (batch, fan_out, fan_in)
-        parts_of_cores: list[Any] = [
-            torch.unflatten(core, 0, (lay.count, -1)) for core in self.cores
-        ]
+        # of each core a part for each matrix: (matrices, batch, fan_out, fan_in)
+        parts_of_cores: list[Any] = []
+        for core in self.cores:
+            parts_of_cores.append(torch.unflatten(core, 0, (lay.count, -1)))
         if sum(x is not None for x in rows) > 1:  # one node of the graph for all of them
             parts_of_cores = [parts.unbind(0) for parts in parts_of_cores]
         results: list[Tensor | None] = []
@@ -345,18 +346,20 @@ class ExpertsView(Tensor):
     def __new__(cls, stack: ExpertStack, experts: Any = None, swapped: bool = False) -> Any:
         count, rows, columns = stack.lay.shape
         sides = (columns, rows) if swapped else (rows, columns)
-        first: tuple[int, ...] = (count,)
+        batch: tuple[int, ...] = (count,)
         if experts is not None:
-            first = () if isinstance(experts, int) else tuple(experts.shape)
+            batch = () if isinstance(experts, int) else tuple(experts.shape)
         like = stack.like
         view: ExpertsView = Tensor._make_wrapper_subclass(
             cls,
-            (*first, *sides),
+            (*batch, *sides),
             dtype=like.dtype,
             device=like.device,
             requires_grad=any(parameter.requires_grad for parameter in stack.parameters()),
         )
-        view.stack, view.experts, view.swapped = stack, experts, swapped
+        view.stack = stack
+        view.experts = experts
+        view.swapped = swapped
         return view
 
     @property
@@ -414,23 +417,23 @@ def refuse_writing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What `func` gives without a dense parameter; None where that one is needed."""
-    first = args[0] if args else None
-    second = args[1] if len(args) > 1 else None
+    tensor = args[0] if args else None
+    operand = args[1] if len(args) > 1 else None
     if func in (Tensor.__getitem__, torch.select, Tensor.select):
         return _select(func, args, kwargs)
-    if func in _SWAPPING_LAST and isinstance(first, ExpertsView):
-        return _swap(first) if first.ndim == 2 or func == _MT else None
-    if func in _TRANSPOSING and isinstance(first, ExpertsView) and len(args) == 3 and not kwargs:
-        dims = {dim % first.ndim for dim in args[1:]}
-        return _swap(first) if dims == {first.ndim - 2, first.ndim - 1} else None
-    if func is Tensor.to and isinstance(first, ExpertsView):
-        same = kwargs in ({}, {"dtype": first.dtype}) and args[1:] in ((), (first.dtype,))
-        return first if same else None
+    if func in _SWAPPING_LAST and isinstance(tensor, ExpertsView):
+        return _swap(tensor) if tensor.ndim == 2 or func == _MT else None
+    if func in _TRANSPOSING and isinstance(tensor, ExpertsView) and len(args) == 3 and not kwargs:
+        dims = {dim % tensor.ndim for dim in args[1:]}
+        return _swap(tensor) if dims == {tensor.ndim - 2, tensor.ndim - 1} else None
+    if func is Tensor.to and isinstance(tensor, ExpertsView):
+        same = kwargs in ({}, {"dtype": tensor.dtype}) and args[1:] in ((), (tensor.dtype,))
+        return tensor if same else None
     if func is F.linear:
         return _linear(*args, **kwargs)
     is_product = func in _MULTIPLYING and len(args) == 2 and not kwargs
-    if is_product and isinstance(first, Tensor) and isinstance(second, Tensor):
-        return _multiply(first, second)
+    if is_product and isinstance(tensor, Tensor) and isinstance(operand, Tensor):
+        return _multiply(tensor, operand)
     # torch.ops have their names with the overload's: "grouped_mm_fallback.default"
     if getattr(func, "__name__", "").partition(".")[0] in _GROUPED:
         return _multiply_groups(*args, **kwargs)
@@ -438,12 +441,17 @@ def _answer(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    view, *where = args
-    if kwargs or not isinstance(view, ExpertsView) or view.experts is not None:
+    """The view of one expert or of each token's, for `view[index]` and `view.select(0, index)`;
+    None for every other part of the parameter."""
+    if kwargs:
         return None
-    if func is not Tensor.__getitem__ and where[0] != 0:
+    view = args[0]
+    if not isinstance(view, ExpertsView) or view.experts is not None:
         return None
-    index = where[-1]
+    is_select = func is not Tensor.__getitem__
+    if is_select and args[1] != 0:
+        return None
+    index = args[-1]
     if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64):
         if index.ndim == 1:
             return ExpertsView(view.stack, index, view.swapped)
@@ -514,19 +522,21 @@ def _multiply_groups(
     if offs is None or bias is not None or out_dtype is not None or input.ndim != 2:
         return None
     ends = offs.tolist()
-    sizes = [end - start for start, end in zip([0, *ends], ends, strict=False)]
+    sizes = [stop - start for start, stop in pairwise([0, *ends])]
     return _multiply_sorted(weight.stack, input, sizes)
 
 
 def _multiply_sorted(stack: ExpertStack, x: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Rows that are sorted by expert, of which so many are each expert's; zero for those beyond."""
+    """The products of rows that are sorted by expert: the first sizes[0] rows are those of expert
+    0, and so on. Rows after those of the last expert give zeros."""
     outputs, _ = stack.lay.sides
-    rows = torch.split(x, [*sizes, len(x) - sum(sizes)])
-    *of_experts, beyond = rows
-    results = stack.multiply_rows([part if len(part) else None for part in of_experts])
-    parts = [part for part in results if part is not None]
-    parts.append(x.new_zeros(*beyond.shape[:-1], outputs))
-    return torch.cat(parts)
+    rows_beyond = len(x) - sum(sizes)
+    *rows_of_experts, beyond = torch.split(x, [*sizes, rows_beyond])
+    # an expert without rows is not multiplied
+    results = stack.multiply_rows([rows if len(rows) else None for rows in rows_of_experts])
+    products = [product for product in results if product is not None]
+    products.append(x.new_zeros(*beyond.shape[:-1], outputs))
+    return torch.cat(products)
 
 
 def _all_of(results: Iterable[Tensor | None]) -> Iterator[Tensor]:

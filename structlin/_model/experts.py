@@ -91,11 +91,12 @@ def declare_weights(module_class: type, *, fused: int = 2, **weights: str) -> No
         raise ValueError(f"module_class={name} is a layer that says by itself how its weights lie")
     if not weights:
         raise ValueError(f"weights: none of {name} is declared, say weight='e m n'")
-    for own, stored in weights.items():
-        _require_readable(own, stored)
-    known = _DECLARED.get(module_class, {})
-    new = {own: Layout(stored, fused, declared=True) for own, stored in weights.items()}
-    _DECLARED[module_class] = known | new
+    for attribute, stored in weights.items():
+        _require_readable(attribute, stored)
+    layouts = dict(_DECLARED.get(module_class, {}))
+    for attribute, stored in weights.items():
+        layouts[attribute] = Layout(stored, fused, declared=True)
+    _DECLARED[module_class] = layouts
 
 
 def layouts_of(module: nn.Module) -> dict[str, Layout]:
@@ -124,8 +125,8 @@ def find_lay(layout: Layout, shape: tuple[int, ...]) -> Lay | None:
     if len(tokens) != 3 or tokens[0] != ["e"]:
         return None
     sides = read_sides(layout, shape)
-    first, last = tokens[1:]
-    outputs = first if "m" in first else last
+    rows, columns = tokens[1:]
+    outputs = rows if "m" in rows else columns
     fused = layout.fused if "f" in outputs else 1
     if "f" in layout.stored and "f" not in outputs:
         return None
@@ -135,21 +136,21 @@ def find_lay(layout: Layout, shape: tuple[int, ...]) -> Lay | None:
         fan_out=sides.fan_out,
         fan_in=sides.fan_in,
         takes_turns=outputs == ["m", "f"],
-        transposed="m" in last,
+        transposed="m" in columns,
     )
 
 
-def _fits(module: nn.Module, own: str, layout: Layout) -> bool:
+def _fits(module: nn.Module, attribute: str, layout: Layout) -> bool:
     """Whether the module has such a weight. Raises ValueError where the user said so and it has
     not; elsewhere another class has the same name, or its weights are quantised."""
-    weight = getattr(module, own, None)
+    weight = getattr(module, attribute, None)
     tokens = _TOKEN.findall(layout.stored)
     name = type(module).__name__
     if isinstance(weight, ExpertStack):  # its cores say it
         return False
     if not isinstance(weight, Tensor):
         if layout.declared:
-            raise ValueError(f"declare_weights: {name} has no parameter {own!r}")
+            raise ValueError(f"declare_weights: {name} has no parameter {attribute!r}")
         return False
     if not weight.numel():  # kept elsewhere, as DeepSpeed's ZeRO-3 does
         return False
@@ -161,16 +162,16 @@ def _fits(module: nn.Module, own: str, layout: Layout) -> bool:
     if layout.declared and not fits:
         where = f", and f is {layout.fused}" if "f" in layout.stored else ""
         raise ValueError(
-            f"declare_weights: {own}={layout.stored!r} does not fit {name}.{own} of shape {shape}: "
-            f"the text has {len(tokens)} dimensions{where}"
+            f"declare_weights: {attribute}={layout.stored!r} does not fit {name}.{attribute} of "
+            f"shape {shape}: the text has {len(tokens)} dimensions{where}"
         )
     return fits
 
 
-def _require_readable(own: str, stored: str) -> None:
+def _require_readable(attribute: str, stored: str) -> None:
     """Raises ValueError for a text that does not say where each matrix is."""
     if not isinstance(stored, str):
-        raise TypeError(f"{own}={show(stored)} must be a text, such as {_EXAMPLES}")
+        raise TypeError(f"{attribute}={show(stored)} must be a text, such as {_EXAMPLES}")
     tokens = _TOKEN.findall(stored)
     axes = re.findall(r"[^\s()]+", stored)
     reason = ""
@@ -189,4 +190,4 @@ def _require_readable(own: str, stored: str) -> None:
     elif any(pair not in ({"f", "m"}, {"f", "n"}) for pair in pairs):
         reason = "has parentheses around other axes than f with m, or f with n"
     if reason:
-        raise ValueError(f"{own}={stored!r} {reason}; take a text such as {_EXAMPLES}")
+        raise ValueError(f"{attribute}={stored!r} {reason}; take a text such as {_EXAMPLES}")

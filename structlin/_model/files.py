@@ -374,17 +374,17 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Write]:
     included; copies of `tensors` stay in place of those that have another dtype or no values.
     """
     _check_ties(model, tensors)
-    modules = list(model.modules())
     registries: list[dict[str, Any]] = []
-    for module in modules:
+    for module in model.modules():
         registries += [module._parameters, module._buffers]
-    contents = [dict(registry) for registry in registries]
+    registries_before = [dict(registry) for registry in registries]
     model.load_state_dict(tensors, assign=True)
 
-    final: dict[int, Tensor] = {}  # by the id of the model's tensor, what stands in its place
+    # by the id of a tensor of the model: that tensor, or the copy that stays in its place
+    final: dict[int, Tensor] = {}
     writes: list[_Write] = []
-    for registry, content in zip(registries, contents, strict=True):
-        for name, tensor in content.items():
+    for registry, before in zip(registries, registries_before, strict=True):
+        for name, tensor in before.items():
             value = registry[name]
             if tensor is None or value is tensor:
                 continue
@@ -412,8 +412,9 @@ def _check_ties(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
         if name not in saved:
             continue
         first_name = first_names.setdefault(id(tensor), name)
-        first = saved[first_name]
-        if saved[name] is not first and not torch.equal(saved[name], first):
+        value = saved[name]
+        first_value = saved[first_name]
+        if value is not first_value and not torch.equal(value, first_value):
             text = "are tied in the model and differ in the file: untie them"
             raise ValueError(f"{first_name!r} and {name!r} {text}")
 

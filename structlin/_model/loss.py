@@ -259,14 +259,14 @@ def _check_shapes(input: Tensor, target: Tensor) -> None:
 
 def _check_labels(labels: Tensor, classes: int, ignore_index: int) -> Tensor:
     """Which labels are not ignored; on other devices than a CPU the kernels find wrong ones."""
-    counts = labels != ignore_index
-    wrong = ((labels < 0) | (labels >= classes)) & counts
+    is_counted = labels != ignore_index
+    wrong = ((labels < 0) | (labels >= classes)) & is_counted
     if labels.device.type == "cpu" and wrong.any():
         raise ValueError(
             f"target has the label {labels[wrong][0]}; labels of this layer are from 0 to "
             f"{classes - 1}, or ignore_index={ignore_index}"
         )
-    return counts
+    return is_counted
 
 
 def _check_logits(layer: nn.Module, x: Tensor, logits: Any, classes: int | None = None) -> int:

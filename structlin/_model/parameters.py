@@ -117,8 +117,8 @@ def parameters_of(model: nn.Module) -> Iterator[ParameterInfo]:
                 dense_name = layer
             # a bias of any shape: one per expert is 2-D, MultiheadAttention's bias_k is 3-D
             is_vector = parameter.ndim < 2 or is_norm or "bias" in attribute.split("_")
-            decays = weight.kind in ("matrix", "embedding") or not is_vector
-            decays = decays and undecayed.isdisjoint((name, dense_name))
+            is_weight = weight.kind in ("matrix", "embedding") or not is_vector
+            decays = is_weight and undecayed.isdisjoint((name, dense_name))
             yield ParameterInfo(parameter, name, dense_name, layer, module, weight, decays)
 
 

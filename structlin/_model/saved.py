@@ -84,8 +84,8 @@ def _describe(kind: str, modules: Mapping[str, Any], sizes: Mapping[str, int]) -
         params = matrices * structure.params
         layers.append(SavedLayer(name, label, in_features, out_features, params))
         prefixes += [f"{name}.cores.", f"{name}.scales.", f"{name}.weight"]
-    others = [size for name, size in sizes.items() if not name.startswith(tuple(prefixes))]
-    return SavedModel(kind, tuple(layers), sum(others))
+    dense_sizes = [size for name, size in sizes.items() if not name.startswith(tuple(prefixes))]
+    return SavedModel(kind, tuple(layers), sum(dense_sizes))
 
 
 def _read_description(file: Path) -> dict[str, Any] | None:

@@ -61,8 +61,10 @@ class ExpertsLayer(Layer):
         assert isinstance(stack, DenseExperts)
         members = []
         for number, layer in enumerate(stack.layers):
-            expert, part = divmod(number, self.lay.fused)
-            name = f"{self.name}.{expert}" + (f".{part}" if self.lay.fused > 1 else "")
+            expert, matrix = divmod(number, self.lay.fused)
+            name = f"{self.name}.{expert}"
+            if self.lay.fused > 1:
+                name = f"{name}.{matrix}"
             widths = (self.in_features, self.out_features)
             members.append(ExpertMatrix((name,), layer, *widths, self.role))
         return members
@@ -76,35 +78,36 @@ class ExpertMatrix(Layer):
 def expert_layers(model: nn.Module) -> list[ExpertsLayer]:
     """Every parameter of `model` that holds the matrices of experts, where it is known how they
     lie; each once, in the order of `named_modules`."""
-    names: dict[tuple[nn.Module, str], list[str]] = defaultdict(list)
-    owners: dict[int, list[str]] = defaultdict(list)
+    names_by_place: dict[tuple[nn.Module, str], list[str]] = defaultdict(list)
+    names_by_parameter: dict[int, list[str]] = defaultdict(list)  # by id
     for module_name, module in model.named_modules(remove_duplicate=False):
+        prefix = f"{module_name}." if module_name else ""
         for attribute, parameter in module._parameters.items():
-            full = f"{module_name}.{attribute}" if module_name else attribute
-            owners[id(parameter)].append(full)
+            names_by_parameter[id(parameter)].append(prefix + attribute)
         for attribute in layouts_of(module):
             if isinstance(module._parameters.get(attribute), nn.Parameter):
-                full = f"{module_name}.{attribute}" if module_name else attribute
-                names[module, attribute].append(full)
+                names_by_place[module, attribute].append(prefix + attribute)
     layers = []
-    for (owner, attribute), names_of_layer in names.items():
+    for (owner, attribute), names in names_by_place.items():
         parameter = owner._parameters[attribute]
         assert parameter is not None
         layout = layouts_of(owner)[attribute]
         lay = find_lay(layout, tuple(parameter.shape))
         if lay is None:
             continue
-        role = role_of(names_of_layer[0])
-        tied = set(owners[id(parameter)]) - set(names_of_layer)
+        role = role_of(names[0])
+        if role in PROTECTED:  # no head, embedding or router is an expert
+            role = "ffn"
+        tied = set(names_by_parameter[id(parameter)]) - set(names)
         layers.append(
             ExpertsLayer(
-                tuple(names_of_layer),
-                DenseExperts(lay, parameter),
-                lay.fan_in,
-                lay.fan_out,
-                "ffn" if role in PROTECTED else role,
-                _find_obstacle(owner, attribute, parameter),
-                tuple(sorted(tied)),
+                names=tuple(names),
+                module=DenseExperts(lay, parameter),
+                in_features=lay.fan_in,
+                out_features=lay.fan_out,
+                role=role,
+                obstacle=_find_obstacle(owner, attribute, parameter),
+                tied=tuple(sorted(tied)),
                 owner=owner,
                 attribute=attribute,
                 lay=lay,

@@ -13,7 +13,15 @@ from torch import Tensor
 from .._engine.product import apply
 from .._structure.structure import Structure
 from .axes import as_squares, contract, group_axes, prime, split_axes, store
-from .matrices import approach, identity_like, invert, limit_threads, mean_diagonal, solve_damped
+from .matrices import (
+    Factors,
+    approach,
+    identity_like,
+    invert,
+    limit_threads,
+    mean_diagonal,
+    solve_damped,
+)
 from .outputs import weigh
 
 SWEEPS = 1000  # of alternating least squares, at most
@@ -171,8 +179,8 @@ def _is_blockwise(structure: Structure) -> bool:
     outputs = set(structure.outputs)
     if len(structure.cores) != 2 or inputs & outputs:
         return False
-    first, last = structure.cores
-    return inputs <= set(first.axes) and outputs <= set(last.axes)
+    right_core, left_core = structure.cores  # W = left right
+    return inputs <= set(right_core.axes) and outputs <= set(left_core.axes)
 
 
 @dataclass(frozen=True)
@@ -195,15 +203,16 @@ class _Blocks:
     def __init__(self, structure: Structure, x: Tensor, y: Tensor) -> None:
         inputs = structure.inputs
         outputs = structure.outputs
-        first, last = structure.cores
+        right_core, left_core = structure.cores  # each block of W is left right
         self.structure = structure
-        # the axes that number the columns of blocks and their rows, then those inside a block
-        self.column_axes = [axis for axis in inputs if axis in last.axes]
-        self.inner_inputs = [axis for axis in inputs if axis not in last.axes]
-        self.row_axes = [axis for axis in outputs if axis in first.axes]
-        self.inner_outputs = [axis for axis in outputs if axis not in first.axes]
+        # An input axis that both cores have numbers the columns of blocks; an output axis that both
+        # have numbers their rows. All other inputs and outputs lie inside a block.
+        self.column_axes = [axis for axis in inputs if axis in left_core.axes]
+        self.inner_inputs = [axis for axis in inputs if axis not in left_core.axes]
+        self.row_axes = [axis for axis in outputs if axis in right_core.axes]
+        self.inner_outputs = [axis for axis in outputs if axis not in right_core.axes]
         ends = {*inputs, *outputs}
-        self.rank_axes = [axis for axis in first.axes if axis not in ends]
+        self.rank_axes = [axis for axis in right_core.axes if axis not in ends]
         self.sizes = {**structure.sizes, "tokens": len(x)}
         self.padding = structure.out_features - y.shape[1]
 
@@ -241,12 +250,13 @@ class _Blocks:
         Returns:
             The new cores. Outputs that y lacks are zero in them.
         """
-        first, last = self.structure.cores
+        right_core, left_core = self.structure.cores
         right_groups = self.column_axes, self.row_axes, self.rank_axes, self.inner_inputs
         left_groups = self.column_axes, self.row_axes, self.inner_outputs, self.rank_axes
         # (columns, rows, rank, inner inputs), (columns, rows, inner outputs, rank)
-        right = group_axes(cores[0], [*first.axes], right_groups, self.sizes)
-        left = group_axes(cores[1], [*last.axes], left_groups, self.sizes) * self.present
+        right = group_axes(cores[0], [*right_core.axes], right_groups, self.sizes)
+        left = group_axes(cores[1], [*left_core.axes], left_groups, self.sizes)
+        left = left * self.present
         padded = F.pad(residual, (0, self.padding))
         groups = ["tokens"], [*self.row_axes, *self.inner_outputs]
         names = ["tokens", *self.structure.outputs]
@@ -256,8 +266,8 @@ class _Blocks:
         new_left = []
         for n, column in enumerate(self.columns):
             factors = _refit_column(column, left[n], right[n], missing, step_length)
-            new_left.append(factors[0])
-            new_right.append(factors[1])
+            new_left.append(factors.left)
+            new_right.append(factors.right)
         return [
             store(self.structure, 0, torch.stack(new_right), [*chain(*right_groups)]),
             store(self.structure, 1, torch.stack(new_left), [*chain(*left_groups)]),
@@ -266,7 +276,7 @@ class _Blocks:
 
 def _refit_column(
     column: _Column, left: Tensor, right: Tensor, missing: Tensor, step_length: float
-) -> tuple[Tensor, Tensor]:
+) -> Factors:
     """The new factors of one column of blocks L R: L' `(rows, inner outputs, rank)` and R' `(rows,
     rank, inner inputs)`.
 
@@ -284,7 +294,7 @@ def _refit_column(
     new_right = torch.linalg.solve_triangular(column.root.mT, basis.mT, upper=True).mT
     change = new_left @ new_right - block
     missing.addmm_(column.inputs, change.flatten(0, 1).mT, alpha=-1)
-    return new_left, new_right
+    return Factors(new_left, new_right)
 
 
 # ---- one core ------------------------------------------------------------------------------------
@@ -313,35 +323,39 @@ def _regression(structure: Structure, core: Tensor, x: Tensor, y: Tensor) -> tup
 def _least_squares(
     tail: Structure, cores: list[Tensor], h: Tensor, y: Tensor, root: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The first core of `tail` for a smaller ||y - tail(h) root||, and that residual, by
-    preconditioned conjugate gradient (CGLS: residual is y's, gradient that of the core).
+    """The first core of `tail` for a smaller ||y - tail(h) root||, and that residual.
 
-    What is minimised is ||y - tail(h)||^2 + ridge ||core - cores[0]||^2: where y has no say, the
-    core stays.
+    What is minimised is ||y - tail(h) root||^2 + ridge ||core - cores[0]||^2: where y has no say,
+    the core stays.
     """
 
     def predict(core: Tensor) -> Tensor:
         prediction = apply(tail, [core, *cores[1:]], h)
         return weigh(prediction[:, : y.shape[1]], root)
 
+    # Conjugate gradient for least squares (CGLS), with a preconditioner P. The prediction A c is
+    # linear in the core c, so that of the residual r the gradient is g = A^T r - ridge (c - c_0).
+    # Each step goes along d = P g + beta d, with Fletcher and Reeves' beta = g^T P g / its last
+    # value, to the minimum on that line, at g^T P g / (|A d|^2 + ridge |d|^2).
     core = cores[0]
     prediction, transposed, *_ = torch.func.vjp(predict, core)
     preconditioner = _Preconditioner(tail, cores, h)
     ridge = preconditioner.ridge
     residual = y - prediction
     direction = torch.zeros_like(core)
-    first_descent = 0.0
+    first_descent = None
     last_descent = 1.0
     for _ in range(MAX_STEPS):
         gradient = transposed(residual)[0] - ridge * (core - cores[0])
-        conjugate = preconditioner.apply(gradient)
-        descent = (gradient * conjugate).sum().item()  # g^T P g
-        first_descent = first_descent or descent
+        preconditioned = preconditioner.apply(gradient)
+        descent = (gradient * preconditioned).sum().item()  # g^T P g
+        if first_descent is None:
+            first_descent = descent
         if not descent > STEP_TOLERANCE * first_descent:
             break
-        direction = conjugate + descent / last_descent * direction  # Fletcher & Reeves
+        direction = preconditioned + descent / last_descent * direction
         last_descent = descent
-        change = predict(direction)  # as y: the prediction is linear in the core
+        change = predict(direction)  # A d
         curvature = change.square().sum().item()
         damping = ridge * direction.square().sum().item()
         step = descent / (curvature + damping)
@@ -451,7 +465,8 @@ def _is_chain(structure: Structure) -> bool:
         next_axes = axes_of_cores[n + 1]
         axes_after_next = set().union(*axes_of_cores[n + 2 :])
         rank_axes = axes - ends - axes_before  # made by this core, and summed by another
-        skips_the_next_core = not axes & axes_after_next <= next_axes
+        axes_needed_later = axes & axes_after_next
+        skips_the_next_core = not axes_needed_later <= next_axes
         if skips_the_next_core or rank_axes & axes_after_next:
             return False
     return True

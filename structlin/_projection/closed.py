@@ -167,15 +167,17 @@ def is_optimal(structure: Structure, weighed: bool, padded: bool) -> bool:
     on_both_sides = inputs & outputs
     unused = on_both_sides - _axes_of_cores(structure)
     if len(structure.cores) == 1:
+        # a block that is used again is a mean over its uses, and padding's count there as zeros
         return not (padded and unused)
     if len(structure.cores) > 2:
         return False
-    first = set(structure.cores[0].axes)
-    last = set(structure.cores[1].axes)
-    inputs_in_one_core = inputs <= first or inputs <= last
-    outputs_in_one_core = outputs <= first or outputs <= last
+    first_axes = set(structure.cores[0].axes)
+    last_axes = set(structure.cores[1].axes)
+    inputs_in_one_core = inputs <= first_axes or inputs <= last_axes
+    outputs_in_one_core = outputs <= first_axes or outputs <= last_axes
     # else the numbers that are free are not whole rows and columns of the matrices
     if padded and not (inputs_in_one_core and outputs_in_one_core):
         return False
-    first_sums_all_inputs = inputs - unused <= first and last.isdisjoint(inputs - on_both_sides)
-    return not weighed or first_sums_all_inputs
+    first_reads_all_inputs = inputs - unused <= first_axes
+    last_reads_none = last_axes.isdisjoint(inputs - on_both_sides)
+    return not weighed or (first_reads_all_inputs and last_reads_none)

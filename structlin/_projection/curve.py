@@ -174,11 +174,11 @@ def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> f
     above = min(m for m in measured if m > n)
     cost_below = sizes[below].cost
     share = (sizes[n].cost - cost_below) / (sizes[above].cost - cost_below)
-    first = measured[below]
-    last = measured[above]
-    if first > 0 and last > 0:  # the geometric mean of both, weighed by their distances
-        return math.exp((1 - share) * math.log(first) + share * math.log(last))
-    return (1 - share) * first + share * last
+    error_below = measured[below]
+    error_above = measured[above]
+    if error_below > 0 and error_above > 0:  # the geometric mean, weighed by their distances
+        return math.exp((1 - share) * math.log(error_below) + share * math.log(error_above))
+    return (1 - share) * error_below + share * error_above
 
 
 def _power_law(factors: dict[int, float], cost: int) -> float:

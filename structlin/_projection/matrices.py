@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf, sqrt
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +12,22 @@ from torch import Tensor
 OF_INPUTS = "X X^T / N of the layer's inputs"
 
 
-def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+class Factors(NamedTuple):
+    """A batch of matrices `left @ right`."""
+
+    left: Tensor  #: (..., rows, rank)
+    right: Tensor  #: (..., rank, columns)
+
+
+def truncate(matrices: Tensor, rank: int) -> Factors:
     """The nearest `left @ right` of `rank` to each matrix of a batch; the rows of `right` are
     orthonormal.
 
     Where the matrix is too small for the rank, rows of `right` come again and `left` is zero there.
     """
+    # With the SVD M = U S V^T, cut to k singular values, left is U S and right V^T. The smaller of
+    # M^T M = V S^2 V^T and M M^T = U S^2 U^T is decomposed; from U, the QR of (U^T M)^T = V S
+    # gives orthonormal rows even where a singular value is zero.
     *_, m, n = matrices.shape
     k = min(rank, m, n)
     if n <= m:
@@ -28,17 +39,17 @@ def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         left = basis @ triangle.mT
         right = orthonormal.mT
     repeated_rows = torch.arange(rank, device=right.device) % k
-    return F.pad(left, (0, rank - k)), right[:, repeated_rows]
+    return Factors(F.pad(left, (0, rank - k)), right[:, repeated_rows])
 
 
-def approach(matrices: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def approach(matrices: Tensor, right: Tensor) -> Factors:
     """Take one step of `truncate` from the rows of `right`: the result is never farther from the
     matrices than what those rows can give (subspace iteration)."""
     rank = right.shape[-2]
     if rank >= min(matrices.shape[-2:]):
         return truncate(matrices, rank)
     columns = torch.linalg.qr(matrices.mT @ (matrices @ right.mT)).Q
-    return matrices @ columns, columns.mT
+    return Factors(matrices @ columns, columns.mT)
 
 
 def leading_eigenvectors(gram: Tensor, k: int) -> Tensor:

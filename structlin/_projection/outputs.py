@@ -70,22 +70,22 @@ def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
     Args:
         g: `(rows, rows)`, or its diagonal `(rows,)`.
     """
-    core = _find_absorbing(structure)
+    absorbing = _find_absorbing(structure)  # the number of a core
     outputs = [*structure.outputs]
     is_diagonal = g.ndim == 1
     padding = structure.out_features - rows
-    if core is None:
+    if absorbing is None:
         root = g.sqrt() if is_diagonal else torch.linalg.cholesky(g)
         return OutputMetric(structure, None, outputs, [], g, root)
     if is_diagonal:
         scales = F.pad(g.sqrt(), (0, padding), value=1.0)
-        return OutputMetric(structure, core, outputs, [], scales[:, None, None], None)
+        return OutputMetric(structure, absorbing, outputs, [], scales[:, None, None], None)
 
     # the core can mix outputs along the axes that nothing else has
     axes_elsewhere = {*structure.inputs}
-    for n, other in enumerate(structure.cores):
-        if n != core:
-            axes_elsewhere.update(other.axes)
+    for n, core in enumerate(structure.cores):
+        if n != absorbing:
+            axes_elsewhere.update(core.axes)
     mixed_axes = [axis for axis in outputs if axis not in axes_elsewhere]
     block_axes = [axis for axis in outputs if axis in axes_elsewhere]
 
@@ -94,7 +94,7 @@ def take_metric(structure: Structure, g: Tensor, rows: int) -> OutputMetric:
     padded.diagonal()[rows:] = 1.0
     blocks = take_blocks(padded, outputs, block_axes, mixed_axes, structure.sizes)
     root_of_blocks = torch.linalg.cholesky(blocks)  # S, (blocks, mixed, mixed)
-    metric = OutputMetric(structure, core, block_axes, mixed_axes, root_of_blocks, None)
+    metric = OutputMetric(structure, absorbing, block_axes, mixed_axes, root_of_blocks, None)
     if not block_axes:
         return metric
     half = _unmap(metric, padded)  # S^-1 G, (outputs, outputs)

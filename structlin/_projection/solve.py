@@ -186,10 +186,10 @@ def balance(structure: Structure, cores: list[Tensor]) -> list[Tensor]:
     passes = 1 if len(pairs) == 1 else BALANCING
     for m, n in pairs * passes:
         shared = [axis for axis in axes[m] if axis in axes[n]]
-        first = _norms(cores[m], axes[m], shared, sizes)
-        second = _norms(cores[n], axes[n], shared, sizes)
-        alive = torch.minimum(first, second) > torch.finfo(torch.float32).tiny
-        ratio = torch.where(alive, (second / first).sqrt(), torch.ones_like(first))
+        norms_m = _norms(cores[m], axes[m], shared, sizes)
+        norms_n = _norms(cores[n], axes[n], shared, sizes)
+        alive = torch.minimum(norms_m, norms_n) > torch.finfo(torch.float32).tiny
+        ratio = torch.where(alive, (norms_n / norms_m).sqrt(), torch.ones_like(norms_m))
         cores[m] = _scale(cores[m], axes[m], ratio, shared, sizes)
         cores[n] = _scale(cores[n], axes[n], 1 / ratio, shared, sizes)
     return cores

@@ -89,8 +89,8 @@ def outermost(structure: Structure, axis: str) -> Structure:
     for core, text in zip(structure.cores, structure.subscripts, strict=True):
         dimensions = core.batch_axes, core.fan_out_axes, core.fan_in_axes
         if any(_lies_inside(axes, axis, structure.sizes) for axes in dimensions):
-            others = [name for name in text.split() if name != axis]
-            texts.append(" ".join([axis, *others]))
+            other_axes = [name for name in text.split() if name != axis]
+            texts.append(" ".join([axis, *other_axes]))
         else:
             texts.append(text)
     return Structure(structure.signature, *texts, between=structure.between, **structure.sizes)

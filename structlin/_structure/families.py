@@ -44,8 +44,8 @@ class Family(ABC):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        known = FAMILIES.get(cls.__name__.lower())
-        if known is not None and known.__module__ == __name__ != cls.__module__:
+        namesake = FAMILIES.get(cls.__name__.lower())
+        if namesake is not None and namesake.__module__ == __name__ != cls.__module__:
             raise ValueError(
                 f"class {cls.__name__}: structlin has a family of that name; take another"
             )

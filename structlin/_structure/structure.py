@@ -102,7 +102,7 @@ class Program(NamedTuple):
     """
 
     steps: tuple[Step, ...]
-    last: Move
+    final_move: Move
     in_features: int
     out_features: int
     numbers: tuple[int, ...]
@@ -113,7 +113,7 @@ class Program(NamedTuple):
         """Return the program of a layer with so many columns and rows of W, at most these."""
         padding = self.in_features - columns, self.out_features - rows
         numbers = columns, rows, *self.numbers[2:]
-        return Program(self.steps, self.last, columns, rows, numbers, padding, self.between)
+        return Program(self.steps, self.final_move, columns, rows, numbers, padding, self.between)
 
 
 def steps_of(program: Sequence[int]) -> list[Sequence[int]]:
@@ -368,7 +368,7 @@ def _derive_program(
         steps.append(Step(core.batch, core.repeat, core.fan_in, core.fan_out, move))
         moves_of_one_token.append(move_of(_features(lying), _features(wanted), sizes))
         lying = [*core.batch_axes, TOKENS, *core.repeat_axes, *core.fan_out_axes]
-    last = move_of(lying, [TOKENS, *outputs], sizes)
+    final_move = move_of(lying, [TOKENS, *outputs], sizes)
     moves_of_one_token.append(move_of(_features(lying), outputs, sizes))
 
     in_features = _count(inputs, sizes)
@@ -379,7 +379,9 @@ def _derive_program(
     for move in moves_of_one_token:
         numbers += [len(move.sizes), *move.sizes, *move.order]
     numbers.append(between)
-    return Program(tuple(steps), last, in_features, out_features, tuple(numbers), between=between)
+    return Program(
+        tuple(steps), final_move, in_features, out_features, tuple(numbers), between=between
+    )
 
 
 def _is_plain(program: Program) -> bool:
@@ -387,7 +389,7 @@ def _is_plain(program: Program) -> bool:
     for step in program.steps:
         if step.batch != 1 or step.repeat != 1 or step.move.order:
             return False
-    return not program.last.order
+    return not program.final_move.order
 
 
 def _features(axes: Sequence[str]) -> list[str]:

@@ -320,9 +320,11 @@ class BlockOptimizer(Optimizer):
         """The options of a group, checked against the signatures of this class and its base."""
         values = {name: group[name] for name in self.defaults if name in group}
         options = fit(BlockOptimizer.__init__, values) | fit(type(self).__init__, values)
-        for name in sorted(group.keys() - self.defaults.keys() - _NOTES):
+        unknown = sorted(group.keys() - self.defaults.keys() - _NOTES)
+        if unknown:
+            name = unknown[0]
             close = get_close_matches(name, self.defaults, 1)
-            hint = f"{close[0]!r}" if close else f"{', '.join(self.defaults)}"
+            hint = repr(close[0]) if close else ", ".join(self.defaults)
             raise ValueError(
                 f"{name}={show(group[name])} is no option that a group of {type(self).__name__} "
                 f"can have: take {hint}, or leave it out"
@@ -367,17 +369,21 @@ class BlockOptimizer(Optimizer):
         directions = list(stack.gradients)
         rules = []
         for numbers in self._list_alike(stack, kind.state_names):
-            members = [stack.members[n] for n in numbers]
-            momenta = [local_part(self.state[m.parameter]["momentum_buffer"]) for m in members]
-            gradients = [
-                stack.gradients[n].to(momentum.dtype)
-                for n, momentum in zip(numbers, momenta, strict=True)
-            ]
+            members = []
+            momenta = []
+            gradients = []
+            for n in numbers:
+                member = stack.members[n]
+                momentum = local_part(self.state[member.parameter]["momentum_buffer"])
+                members.append(member)
+                momenta.append(momentum)
+                gradients.append(stack.gradients[n].to(momentum.dtype))
             alike = Stack(members, stack.polar, gradients)
             rule = kind(self._collect(group, alike, momenta, kind.state_names))
             if not rule.state:
                 rule.state.update(rule.start())
-            for n, direction in zip(numbers, rule.blocks.unstack(rule.find()), strict=True):
+            directions_of_alike = rule.blocks.unstack(rule.find())
+            for n, direction in zip(numbers, directions_of_alike, strict=True):
                 directions[n] = direction
             rules.append(rule)
         return _Move(group, stack, directions, rules, kind)

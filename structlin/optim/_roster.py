@@ -104,21 +104,23 @@ def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor,
     equally, or as a tuple says; so do the positions of a convolution's kernel. All the rest has 1.
     Raises ValueError for a pattern that matches no layer, and a mass that does not fit it."""
     parameter_masses: dict[Tensor, float] = {}
-    by_layer: dict[str, tuple[float, ...]] = {}
+    masses_of_cores: dict[str, tuple[float, ...]] = {}  # by layer
     unused = set(masses)
     for info in infos:
-        if info.layer not in by_layer:
+        if info.layer not in masses_of_cores:
             matching = [pattern for pattern in masses if fnmatchcase(info.layer, pattern)]
             unused.difference_update(matching)
-            by_layer[info.layer] = _share(info, masses[matching[0]] if matching else 1.0)
+            mass_of_layer = masses[matching[0]] if matching else 1.0
+            masses_of_cores[info.layer] = _share(info, mass_of_layer)
         weight = info.weight
         mass = 1.0
         if weight.kind in ("matrix", "embedding"):
-            mass = by_layer[info.layer][weight.core or 0] / weight.positions
+            core = weight.core or 0  # a dense weight is the only one of its layer
+            mass = masses_of_cores[info.layer][core] / weight.positions
         parameter_masses[info.parameter] = mass
     if unused:
         pattern = sorted(unused)[0]
-        hint = suggest_names(pattern, [*by_layer])
+        hint = suggest_names(pattern, [*masses_of_cores])
         raise ValueError(f"masses: {pattern!r} matches no layer{hint}")
     return parameter_masses
 
@@ -235,17 +237,21 @@ def _is_in_a_whole_model(layer: _Linear, layers: list[_Linear]) -> bool:
 
 def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> tuple[float, ...]:
     """The mass of each core of a layer, or of its one matrix."""
-    cores = 1
-    structured = isinstance(info.owner, StructuredLinear | StructuredExperts)
+    cores: int | None = None
+    reason = "is no structured layer, it has one mass"
     if isinstance(info.owner, StructuredLinear | StructuredExperts):
         cores = len(info.owner.structure.cores)
-    if isinstance(mass, tuple) and not (structured and len(mass) == cores):
-        what = f"has {cores} cores" if structured else "is no structured layer, it has one mass"
-        raise ValueError(f"masses: {info.layer!r} {what}, not {mass!r}")
-    shares = mass if isinstance(mass, tuple) else (mass / cores,) * cores
+        reason = f"has {cores} cores"
+    if isinstance(mass, tuple):
+        if len(mass) != cores:
+            raise ValueError(f"masses: {info.layer!r} {reason}, not {mass!r}")
+        shares = mass
+    else:
+        matrices = cores or 1
+        shares = (mass / matrices,) * matrices
     if not all(0 < share < inf for share in shares):
-        what = "masses are positive and finite (requires_grad_(False) freezes a layer)"
-        raise ValueError(f"masses: {info.layer!r} has {mass!r}; {what}")
+        advice = "masses are positive and finite (requires_grad_(False) freezes a layer)"
+        raise ValueError(f"masses: {info.layer!r} has {mass!r}; {advice}")
     return shares
 
 

@@ -7,7 +7,7 @@ its factor. Nothing here depends on the backend.
 
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +35,7 @@ def local_gradient(parameter: Tensor) -> Tensor:
         return gradient.to_dense()
     layout = _layout(parameter)
     if layout is not None and _layout(gradient) != layout:
-        _, placements = layout
-        gradient = gradient.redistribute(placements=placements)  # type: ignore[attr-defined]
+        gradient = gradient.redistribute(placements=layout.placements)  # type: ignore[attr-defined]
     return local_part(gradient)
 
 
@@ -67,19 +66,26 @@ def find_misplaced(parameter: Tensor) -> str:
             "parameter.grad = distribute_tensor(gradient, parameter.device_mesh, "
             "parameter.placements)"
         )
-    if gradient_layout[0] != mesh:
+    if gradient_layout.mesh != mesh:
         return (
-            f"is on {mesh} and its gradient on {gradient_layout[0]}: both must be on one device "
+            f"is on {mesh} and its gradient on {gradient_layout.mesh}: both must be on one device "
             "mesh"
         )
     return ""
 
 
-def _layout(tensor: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-    """Device mesh and placements, of a DTensor."""
+class _Layout(NamedTuple):
+    """Where the parts of a DTensor lie."""
+
+    mesh: Any
+    placements: tuple[Any, ...]
+
+
+def _layout(tensor: Tensor) -> _Layout | None:
+    """The layout of a DTensor; None for any other tensor."""
     if type(tensor) is Tensor or type(tensor) is nn.Parameter or not hasattr(tensor, "device_mesh"):
         return None
-    return tensor.device_mesh, tensor.placements  # type: ignore[attr-defined]
+    return _Layout(tensor.device_mesh, tensor.placements)  # type: ignore[attr-defined]
 
 
 def shard_placement_fn(model: nn.Module, world_size: int = 0) -> Callable[[nn.Parameter], Any]:

@@ -79,16 +79,18 @@ class Eigenbases(Direction):
         return average.lerp(self.blocks.gradient(), weight)
 
     def start(self) -> dict[str, Tensor]:
+        """The state of the first step: V is zero, L and R are those of its gradient."""
         g = self.gradient
         squares = torch.zeros_like(g, memory_format=torch.contiguous_format)
         exponent = torch.zeros(len(g), 1, 1, dtype=torch.int32, device=g.device)
-        if not _have_unit_1(g, self.update, squares, exponent):
+        if not _all_fit_unit_1(g, self.update, squares, exponent):
             exponent = _choose_exponent(g, self.update, squares, exponent, self.beta)
             g = g * _power_of_two(-exponent, g)
         state = {"exp_avg_sq": squares, "exponent": exponent}
         for side, size in zip(_SIDES, g.shape[-2:], strict=True):
             if size <= self.options["max_precond_dim"]:
-                state[side] = _average(g.new_zeros(len(g), size, size), g, side, 0)
+                zeros = g.new_zeros(len(g), size, size)
+                state[side] = _average(zeros, g, side, beta=0)
                 state[f"{side}_basis"] = _orthonormalize(state[side]).contiguous()
         return state
 
@@ -102,7 +104,7 @@ class Eigenbases(Direction):
         squares = state["exp_avg_sq"]
         old_exponent = state["exponent"]
         self.exponent = old_exponent
-        if not _have_unit_1(self.gradient, update, squares, old_exponent):
+        if not _all_fit_unit_1(self.gradient, update, squares, old_exponent):
             self.exponent = _choose_exponent(
                 self.gradient, update, squares, old_exponent, self.beta
             )
@@ -245,20 +247,23 @@ def _largest_entries(x: Tensor) -> Tensor:
     return largest.maximum(-x.amin((-2, -1), keepdim=True))
 
 
-def _have_unit_1(g: Tensor, u: Tensor, squares: Tensor, old: Tensor) -> bool:
-    """Whether every block's exponent is 0 and stays, as in ordinary training; asked on a CPU alone,
-    where nobody waits for the answer. The arguments are those of `_choose_exponent`."""
+def _all_fit_unit_1(g: Tensor, u: Tensor, squares: Tensor, old: Tensor) -> bool:
+    """Whether every block's exponent is 0 and stays 0, as in ordinary training.
+
+    Asked on a CPU alone, where nobody waits for the answer. The arguments are those of
+    `_choose_exponent`.
+    """
     if torch.compiler.is_compiling() or not g.is_cpu or bool(old.any()):
         return False
     if not g.numel():
         return True
-    sizes = _largest_entries(g).aminmax()
-    largest_update = torch.linalg.vector_norm(u)  # or more
+    gradient_sizes = _largest_entries(g).aminmax()
+    update_bound = torch.linalg.vector_norm(u)  # no entry is larger than the norm of all
     return (
-        sizes.min.item() > 2.0**-WINDOW
-        and sizes.max.item() < 2.0**WINDOW
+        gradient_sizes.min.item() > 2.0**-WINDOW
+        and gradient_sizes.max.item() < 2.0**WINDOW
         and squares.max().item() < 4.0**WINDOW
-        and largest_update.item() < 2.0**WINDOW
+        and update_bound.item() < 2.0**WINDOW
     )
 
 
@@ -275,13 +280,20 @@ def _choose_exponent(g: Tensor, u: Tensor, squares: Tensor, old: Tensor, beta: f
         size = _largest_entries(x)
         return torch.where(size > 0, torch.frexp(size).exponent, unset)
 
-    of_gradient = largest(g)
-    remembered = max(ceil(log2(beta) / 2), -FORGOTTEN) if beta else -FORGOTTEN
-    of_root = largest(squares).div(2, rounding_mode="floor") + old + remembered
-    needed = of_gradient.maximum(of_root).maximum(largest(u) - SMALL)
+    # Numbers are compared by their exponents of 2. This step keeps beta V, whose root is
+    # 2^old sqrt(beta) sqrt(V): its exponent is old + log2(beta) / 2 + half of the exponent of V.
+    decay = -FORGOTTEN
+    if beta:
+        decay = max(decay, ceil(log2(beta) / 2))
+    gradient_exponent = largest(g)
+    root_exponent = largest(squares).div(2, rounding_mode="floor") + old + decay
+    update_exponent = largest(u) - SMALL
+    needed = gradient_exponent.maximum(root_exponent).maximum(update_exponent)
+
     limit = -round(log2(torch.finfo(g.dtype).tiny))  # 2^limit and 2^-limit are normal numbers
-    outside = ((needed - old).abs() > WINDOW) & (needed > unset // 2)
-    return torch.where(outside, needed.clamp(-limit, limit), old)
+    is_set = needed > unset // 2  # sums with `unset` stay below it
+    is_outside = (needed - old).abs() > WINDOW
+    return torch.where(is_outside & is_set, needed.clamp(-limit, limit), old)
 
 
 def _power_of_two(exponent: Tensor, like: Tensor) -> Tensor:
@@ -338,15 +350,15 @@ def _turn(state: dict[str, Tensor], side: str) -> None:
     worth = factors.numel() * size // WORK_OF_A_THREAD
     threads = max(1, min(torch.get_num_threads(), len(chunks), worth))
 
-    def turn_chunks(first: int) -> None:
-        for chunk in chunks[first::threads]:
+    def turn_chunks(thread: int) -> None:
+        for chunk in chunks[thread::threads]:
             _iterate(*chunk)
 
     with limit_threads(1), ThreadPoolExecutor(threads) as pool:
-        others = [pool.submit(turn_chunks, first) for first in range(1, threads)]
+        turns = [pool.submit(turn_chunks, thread) for thread in range(1, threads)]
         turn_chunks(0)
-        for other in others:
-            other.result()
+        for turn in turns:
+            turn.result()
 
 
 def _iterate(factors: Tensor, bases: Tensor, squares: Tensor) -> None:

@@ -6,7 +6,7 @@ Sources: Yang et al. 2022 (arXiv:2203.03466), table 8; Qiu et al. 2024 (arXiv:24
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
@@ -28,6 +28,11 @@ from ._depth import Depth
 Base = nn.Module | Mapping[int, int] | None
 Size = TypeVar("Size")
 DECAYS = ("1/width", "constant")  # what rate times decay does over widths
+
+
+class _Widths(NamedTuple):
+    in_features: int
+    out_features: int
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class Transfer:
         self.decay_falls = weight_decay_scaling == "1/width"
         self.base_widths = base if isinstance(base, Mapping) else {}
         self._read_depth(model, depth)
-        self.base_layers: dict[str, tuple[int, int]] | None = None  # (in_features, out_features)
+        self.base_layers: dict[str, _Widths] | None = None
         self.base_sizes: dict[str, int] = {}  # of the last dimension of vectors and embeddings
         if isinstance(base, nn.Module):
             self._read_base(base, depth)
@@ -75,8 +80,9 @@ class Transfer:
     def of(self, info: ParameterInfo) -> Factors:
         width = self._width(info)
         depth = self.rate_inside if info.name in self.inside else 1.0
-        held = self._held(info)
-        return Factors(width, depth * held, (1.0 if self.decay_falls else width**-1.0) / held)
+        decay = 1.0 if self.decay_falls else width**-1.0
+        storage = self._storage_factor(info)
+        return Factors(width=width, depth=depth * storage, decay=decay / storage)
 
     def eps_mult(self, info: ParameterInfo) -> float:
         """Factor of Adam's eps, which follows the gradient's size.
@@ -87,15 +93,16 @@ class Transfer:
         """
         factor = 1 / self._growth(info)
         if info.weight.kind == "matrix":
-            (_, out_features), (_, base_out) = self._sizes(info)
-            factor = _ratio(base_out, out_features)
+            widths = _widths(info.owner, info.weight)
+            base = self._base_widths(info, widths)
+            factor = _ratio(base.out_features, widths.out_features)
             if info.weight.core is not None and self.structure_aware:
                 core, _ = _core(info)
-                factor *= out_features / (core.batch * core.fan_out)
+                factor *= widths.out_features / (core.batch * core.fan_out)
         inside = self.multiplier if info.name in self.inside else 1.0
-        return factor * inside / self._held(info)
+        return factor * inside / self._storage_factor(info)
 
-    def _held(self, info: ParameterInfo) -> float:
+    def _storage_factor(self, info: ParameterInfo) -> float:
         """Factor of the rate of a parameter that is stored `multiplier` times as large."""
         if info.name not in self.ends:
             return 1.0
@@ -139,15 +146,20 @@ class Transfer:
         sgd = self.optimizer == "sgd"
         if info.weight.kind != "matrix":
             return self._growth(info) if sgd else 1.0
-        (in_features, out_features), (base_in, base_out) = self._sizes(info)
-        factor = _ratio(base_in, in_features)
+        widths = _widths(info.owner, info.weight)
+        base = self._base_widths(info, widths)
+        factor = _ratio(base.in_features, widths.in_features)
         if sgd:
-            factor *= _ratio(out_features, base_out)
+            factor *= _ratio(widths.out_features, base.out_features)
         if info.weight.core is None or not self.structure_aware:
             return factor
         core, cores = _core(info)
         return factor * lr_mult(
-            core, in_features, cores, optimizer=self.optimizer, out_features=out_features
+            core,
+            widths.in_features,
+            cores,
+            optimizer=self.optimizer,
+            out_features=widths.out_features,
         )
 
     def _growth(self, info: ParameterInfo) -> float:
@@ -159,13 +171,11 @@ class Transfer:
             return _ratio(width, self.base_widths.get(width, width))
         return _ratio(width, self._find(self.base_sizes, info, "parameter", info.dense_name))
 
-    def _sizes(self, info: ParameterInfo) -> tuple[tuple[int, int], tuple[int, int]]:
-        """`(in_features, out_features)` of a matrix's layer, and of the same in the base."""
-        here = _widths(info.owner, info.weight)
+    def _base_widths(self, info: ParameterInfo, widths: _Widths) -> _Widths:
+        """The widths that the layer of a matrix has in the base, where it has `widths` here."""
         if self.base_layers is not None:
-            return here, self._find(self.base_layers, info, "linear layer", info.layer)
-        in_features, out_features = (self.base_widths.get(width, width) for width in here)
-        return here, (in_features, out_features)
+            return self._find(self.base_layers, info, "linear layer", info.layer)
+        return _Widths(*(self.base_widths.get(width, width) for width in widths))
 
 
 def _ratio(size: int, other: int) -> float:
@@ -194,11 +204,11 @@ def _in_any(blocks: Iterable[str], name: str) -> str:
     return name
 
 
-def _widths(owner: nn.Module, weight: Weight) -> tuple[int, int]:
+def _widths(owner: nn.Module, weight: Weight) -> _Widths:
     """The features that a layer reads for one that it makes, and those that it makes."""
     if isinstance(owner, StructuredLinear | StructuredExperts):
-        return owner.in_features, owner.out_features
-    return weight.fan_in * weight.positions, weight.fan_out * weight.groups
+        return _Widths(owner.in_features, owner.out_features)
+    return _Widths(weight.fan_in * weight.positions, weight.fan_out * weight.groups)
 
 
 def _check_base(base: Base, infos: list[ParameterInfo]) -> None:

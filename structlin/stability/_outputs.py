@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,23 +19,23 @@ def watch_outputs(
 ) -> Iterator[None]:
     """Calls `see(name, input, output)` for each module whose output no module inside of it made.
 
-    Input and output are the first floating-point tensors of either; an input may be missing.
+    `input` is the first floating-point tensor of the module's arguments, or None; `output` is that
+    of its result.
     """
-    previous: list[Tensor] = []  # the last output that was seen, one at most
+    previous_output: Tensor | None = None
 
-    def hook(name: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            y = first_tensor(output)
-            if y is None or not y.numel() or (previous and y is previous[0]):
-                return
-            previous[:] = [y]
-            see(name, first_tensor((args, kwargs)), y)
-
-        return record
+    def record(name: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
+        nonlocal previous_output
+        output = first_tensor(result)
+        if output is None or not output.numel() or output is previous_output:
+            return
+        previous_output = output
+        see(name, first_tensor((args, kwargs)), output)
 
     with ExitStack() as hooks:
         for name, module in modules_by_name(model):
-            hooks.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
+            handle = module.register_forward_hook(partial(record, name), with_kwargs=True)
+            hooks.callback(handle.remove)
         yield
 
 

@@ -194,16 +194,16 @@ def test_a_block_that_gives_another_output_each_time_is_left_with_a_warning(mode
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "error", "message"),
     [
-        ({"refine": -1}, "refine=-1 must be at least 0"),
-        ({"refine": 10**9}, "refine=1000000000 must be at most 1000000"),
-        ({"refine": True}, "refine=True must be an integer of at least 0"),
-        ({"refine": 5}, "refine=5 needs batches"),
+        ({"refine": -1}, ValueError, "refine=-1 must be at least 0"),
+        ({"refine": 10**9}, ValueError, "refine=1000000000 must be at most 1000000"),
+        ({"refine": True}, TypeError, "refine=True must be an integer of at least 0"),
+        ({"refine": 5}, ValueError, "refine=5 needs batches"),
     ],
 )
-def test_wrong_options_are_refused(model, options, message):
-    with pytest.raises(ValueError, match=message):
+def test_wrong_options_are_refused(model, options, error, message):
+    with pytest.raises(error, match=message):
         plan_compression(model, LowRank(rank=4), None, **options)
 
 

@@ -220,7 +220,7 @@ def test_ranks_chosen_by_sensitivity_are_near_the_best_of_all(seed):
     ("options", "error", "message"),
     [
         ({"loss": "kl"}, ValueError, "loss='kl' is unknown; there are divergence, outputs"),
-        ({"loss": 3}, ValueError, "loss=3 is unknown"),
+        ({"loss": 3}, TypeError, "loss=3 must be a text: divergence, outputs"),
         ({"loss": "outputs", "allocation": "error"}, ValueError, "loss='outputs' goes with"),
         ({"loss": "outputs", "batches": None, "allocation": "error"}, ValueError, "goes with"),
         ({"loss": lambda y: y}, TypeError, r"loss must return .* shape \(20, 8\), requires_grad"),
