@@ -57,6 +57,20 @@ def test_a_family_that_gives_no_structure_is_refused():
         StructuredLinear(8, 8, Nothing())
 
 
+class Unseen(Family):
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    def structure(self, in_features, out_features):
+        return Structure("b i -> b o", "b o i", b=self.blocks, i=8 // self.blocks, o=8)
+
+
+@pytest.mark.parametrize("chosen", [Unseen(2), Unseen(2).activate()])
+def test_a_family_whose_options_are_no_fields_is_refused_as_two_of_them_look_alike(chosen):
+    with pytest.raises(TypeError, match=r"Unseen has the attribute 'blocks'.*`blocks: int`"):
+        StructuredLinear(8, 16, chosen)
+
+
 @dataclass(frozen=True)
 class Narrow(Family):
     rank: int

@@ -488,10 +488,11 @@ def structure_of(structure: Family | Structure, in_features: int, out_features: 
 
     Raises:
         ValueError: the family does not fit; the `Structure` is smaller than the layer.
-        TypeError: a family gives no `Structure`.
+        TypeError: a family gives no `Structure`, or has options and is no dataclass.
     """
     declared = structure
     if isinstance(structure, Family):
+        _require_fields(structure)
         declared = structure.structure(in_features, out_features)
     if not isinstance(declared, Structure):
         raise TypeError(f"{label(structure)} gives a {type(declared).__name__}, not a Structure")
@@ -502,6 +503,25 @@ def structure_of(structure: Family | Structure, in_features: int, out_features: 
         if size < width:
             raise ValueError(f"{side}={width} is larger than the structure's {size}: {declared!r}")
     return declared
+
+
+def _require_fields(structure: Family) -> None:
+    """Tables, files and `==` know the fields of a family: an attribute that `__init__` sets alone
+    would make two different families look the same."""
+    name = type(structure).__name__
+    known = {option.name: getattr(structure, option.name) for option in fields(structure)}
+    for option in known.values():
+        if isinstance(option, Family):
+            _require_fields(option)
+    if "__dataclass_params__" in vars(type(structure)):
+        return
+    for attribute in vars(structure):
+        if attribute not in known:
+            raise TypeError(
+                f"{name} has the attribute {attribute!r}, which is no field of a dataclass: write "
+                f"@dataclass(frozen=True) above class {name}, and `{attribute}: "
+                f"{type(getattr(structure, attribute)).__name__}` in it in place of __init__"
+            )
 
 
 def warn_of_padding(

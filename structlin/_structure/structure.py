@@ -237,7 +237,7 @@ class Structure:
         if self.between is not None:
             raise ValueError(
                 f"{what} needs a matrix, and a structure with between={self.between!r} is none; "
-                f"the same without between= is one: {self!r}"
+                f"the same without activate() or between= is one: {self!r}"
             )
 
     def __add__(self, other: object) -> "Structure":

@@ -184,14 +184,31 @@ class AdamW(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, each group at lr * lr_mult. Returns the closure's loss, if there is a
-        closure, which sees the dense model's rates."""
+        closure, which sees the dense model's rates.
+
+        Raises:
+            RuntimeError: before the first step, a core has a gradient and is in no group: `convert`
+                came after the optimizer.
+        """
         loss = torch.enable_grad()(closure)() if closure is not None else None
+        if not self.state and not torch.compiler.is_compiling():
+            self._require_cores()
         rates = scale_rates(self.param_groups)
         try:
             _step_at_scaled_rates(self)
         finally:
             set_rates(self.param_groups, rates)
         return loss
+
+    def _require_cores(self) -> None:
+        held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
+        for info in parameters_of(self.model):
+            is_core = info.weight.core is not None
+            if is_core and info.parameter.grad is not None and id(info.parameter) not in held:
+                raise RuntimeError(
+                    f"{info.name} is in no group of this optimizer: the model was converted (or "
+                    "sharded) after it was made; convert first, then make the optimizer"
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with a last group without parameters: see `load_state_dict`."""

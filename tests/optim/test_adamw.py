@@ -406,3 +406,16 @@ def test_the_first_step_changes_what_a_layer_does_by_as_much_for_every_structure
     change = model[0](torch.eye(256)).detach() - before  # (in_features, out_features)
     norm = torch.linalg.matrix_norm(change, 2).item() / 256 / 1e-4
     assert 0.2 < norm < 2.5 * sqrt(2)
+
+
+def test_an_optimizer_that_was_made_before_convert_is_refused_at_its_first_step():
+    model = nn.Sequential(nn.Linear(16, 16))
+    optimizer = AdamW(model, 1e-3)
+    convert(model, BTT(rank=1))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    model(torch.ones(2, 16)).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"0\.cores\.0 is in no group.* convert first"):
+        optimizer.step()
+    assert all(map(torch.equal, model.parameters(), before))
+    AdamW(model, 1e-3).step()
+    assert not any(map(torch.equal, model.parameters(), before))
