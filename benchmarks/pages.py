@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from benchmarks import communication, gpu, models
 from benchmarks.comparison import layers
-from benchmarks.compression import dinov2, minilm, smollm2
+from benchmarks.compression import dinov2, experts, minilm, smollm2
 from benchmarks.examples import EXAMPLES
 from benchmarks.harness.record import RESULTS, Row, read
 from benchmarks.harness.report import table
@@ -55,6 +55,7 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
     models.EXPERIMENT,
     smollm2.EXPERIMENT,
     dinov2.EXPERIMENT,
+    experts.EXPERIMENT,
     minilm.EXPERIMENT,
     layer.BENCH,
     model.BENCH,

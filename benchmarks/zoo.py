@@ -131,8 +131,10 @@ class _Torchvision(MetaPathFinder, Loader):
 
 
 def import_timm() -> None:
-    """Import timm, if it is installed, also without torchvision: timm names transforms and datasets
-    of it when it is imported, and its models use none. The empty torchvision is gone afterwards.
+    """Make `import timm` work where there is no torchvision, with an empty one in its place.
+
+    timm names transforms and datasets of torchvision when it is imported, and its models use none.
+    The empty torchvision is gone afterwards.
     """
     if find_spec("timm") is None or find_spec("torchvision") is not None:
         return
@@ -142,8 +144,9 @@ def import_timm() -> None:
         import timm  # noqa: F401
     finally:
         sys.meta_path.remove(stand_in)
-        for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
-            del sys.modules[name]
+        for name in [*sys.modules]:
+            if name.partition(".")[0] == "torchvision":
+                del sys.modules[name]
 
 
 TIMM = {  # name -> the side of its images

@@ -9,9 +9,8 @@ from ._compress.compress import compress, plan_compression
 from ._compress.distill import distill
 from ._convert.convert import convert, plan
 from ._convert.densify import densify
-from ._convert.plan import Plan
 from ._convert.quantize import quantize
-from ._convert.summary import Summary, summary
+from ._convert.summary import summary
 from ._convert.widen import cost, widen
 from ._engine.cpu.library import show_config
 from ._engine.product import apply, to_dense
@@ -33,7 +32,6 @@ from ._structure.families import (
     family,
 )
 from ._structure.structure import Core, Structure
-from ._structure.widths import divide
 from .duality import polar_factor
 from .optim import keep_ratios, param_groups
 
@@ -52,18 +50,15 @@ __all__ = [
     "Kronecker",
     "LowRank",
     "Monarch",
-    "Plan",
     "Split",
     "Structure",
     "StructuredLinear",
-    "Summary",
     "apply",
     "compress",
     "convert",
     "cost",
     "densify",
     "distill",
-    "divide",
     "duality",
     "family",
     "keep_ratios",

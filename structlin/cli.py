@@ -22,7 +22,7 @@ from dataclasses import asdict
 from importlib.metadata import distributions
 from io import StringIO
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -33,13 +33,23 @@ import structlin
 from ._model.saved import SavedLayer, read_saved
 from ._tables import Table, hide_numbers, name_group, percent
 
-PACKAGES = "einops", "safetensors", "transformers", "gguf"
-CONTEXT, BATCH, CALIBRATION, HELDOUT = 256, 2, 16, 8  # tokens, windows, batches, batches
-BEST_START, COMPRESSED = "BTT(rank=1)", "LowRank(rank=1)"  # structures, where none is given
+PACKAGES = ("einops", "safetensors", "transformers", "gguf")
+CONTEXT = 256  # tokens of a window
+BATCH = 2  # windows
+CALIBRATION = 16  # batches
+HELDOUT = 8  # batches
+BEST_START = "BTT(rank=1)"  # the structure of a fresh model, where none is given
+COMPRESSED = "LowRank(rank=1)"  # that of a trained model
 # files of a model's folder that hold its weights, or those of another framework
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".gguf"}
 WEIGHTS |= {".h5", ".tflite", ".msgpack", ".ot", ".onnx"}
-Result = tuple[str, dict[str, Any]]  # what a command prints, and all of it as plain data
+
+
+class Result(NamedTuple):
+    """What a command found out."""
+
+    text: str  #: for a person
+    data: dict[str, Any]  #: all of it, for --json
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -48,20 +58,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # others may print there
             warnings.showwarning = lambda message, *_: print(f"structlin: warning: {message}")
-            text, found = options.run(options)
+            result: Result = options.run(options)
     except KeyboardInterrupt:
         return tell("interrupted; nothing was written", 130)
     except ValueError as error:
         return tell(f"error: {error}", 2)
     except (ArithmeticError, MemoryError, OSError, RuntimeError) as error:
         return tell(f"failed: {type(error).__name__}: {error}", 1)
-    print(json.dumps(found) if options.json else text)
+    print(json.dumps(result.data) if options.json else result.text)
     return 0
 
 
-def tell(what: str, code: int = 0) -> int:
+def tell(message: str, code: int = 0) -> int:
     """Print one line on stderr, and return the exit code."""
-    print("structlin:", " ".join(what.split()), file=sys.stderr)
+    print("structlin:", " ".join(message.split()), file=sys.stderr)
     return code
 
 
@@ -72,58 +82,74 @@ def info(options: argparse.Namespace) -> Result:
     """Show a saved structured model; without one: versions, the engine and the machine."""
     if options.checkpoint is not None:
         return show_saved(options.checkpoint)
-    found = {"structlin": structlin.__version__, "torch": torch.__version__}
-    found |= {each.name: each.version for each in distributions() if each.name in PACKAGES}
-    found |= {"Python": platform.python_version(), "platform": platform.platform()}
-    with redirect_stdout(StringIO()) as said:
+    facts = {"structlin": structlin.__version__, "torch": torch.__version__}
+    for package in distributions():
+        if package.name in PACKAGES:
+            facts[package.name] = package.version
+    facts["Python"] = platform.python_version()
+    facts["platform"] = platform.platform()
+    with redirect_stdout(StringIO()) as config:
         structlin.show_config()
-    found |= dict(line.split(": ", 1) for line in said.getvalue().splitlines())
-    return "\n".join(f"{name:12}   {says}" for name, says in found.items()), found
+    facts |= dict(line.split(": ", 1) for line in config.getvalue().splitlines())
+    return Result("\n".join(f"{name:12}   {value}" for name, value in facts.items()), facts)
 
 
 def show_saved(path: Path) -> Result:
     """The structured layers of a saved model, from its files alone."""
     saved = read_saved(path)
     groups = defaultdict[tuple[str, str, str], list[SavedLayer]](list)
-    alike = defaultdict[str, list[str]](list)
+    names_of_pattern = defaultdict[str, list[str]](list)
     for layer in saved.layers:
         pattern = hide_numbers(layer.name)
-        alike[pattern].append(layer.name)
+        names_of_pattern[pattern].append(layer.name)
         groups[pattern, f"{layer.in_features} -> {layer.out_features}", layer.label].append(layer)
     table = Table("layer", "x", "in -> out", "structure", "params", "/dense")
     for (pattern, shape, label), layers in groups.items():
-        name = name_group([layer.name for layer in layers], alike[pattern])
-        params, dense = count(layers)
-        table.row(name, f"{len(layers)}", shape, label, f"{params:,}", percent(params, dense))
-    params, dense = count(saved.layers)
-    sums = f"{params:,}", percent(params, dense)
-    table.row("structured layers", f"{len(saved.layers)}", "", "", *sums)
+        name = name_group([layer.name for layer in layers], names_of_pattern[pattern])
+        table.row(name, f"{len(layers)}", shape, label, *count_cells(layers))
+    count = f"{len(saved.layers)}"
+    table.row("structured layers", count, "", "", *count_cells(saved.layers))
     table.row("other numbers", "", "", "", f"{saved.other_numbers:,}")
-    found = {"path": str(path), "params": params, **asdict(saved)}
-    return f"{path}, written by {saved.kind}\n\n{table}", found
+    params = sum(layer.params for layer in saved.layers)
+    text = f"{path}, written by {saved.kind}\n\n{table}"
+    return Result(text, {"path": str(path), "params": params, **asdict(saved)})
 
 
-def count(layers: Sequence[SavedLayer]) -> tuple[int, int]:
-    """The parameters of the layers' cores, and of the same layers dense."""
-    dense = sum(layer.in_features * layer.out_features for layer in layers)
-    return sum(layer.params for layer in layers), dense
+def count_cells(layers: Sequence[SavedLayer]) -> list[str]:
+    """The parameters of the layers' cores, and their part of those of the same layers dense."""
+    params = sum(layer.params for layer in layers)
+    dense_params = sum(layer.in_features * layer.out_features for layer in layers)
+    return [f"{params:,}", percent(params, dense_params)]
 
 
 def plan(options: argparse.Namespace) -> Result:
     """Show what convert would do, or compress with --keep, without the model's weights."""
     default = BEST_START if options.keep is None else COMPRESSED
     structure = parse_structure(options.structure or default)
-    config, kind, _ = find_class(options.model)
+    source = find_source(options.model)
     with naming(options.model), torch.device("meta"):
-        model = kind.from_config(config)
-    chosen = {"keep": options.keep, "include": options.include, "exclude": options.exclude}
-    planned = structlin.plan_compression(model, structure, None, allocation="error", **chosen)
-    dense = {each.layer.name: each.reason for each in planned.decisions if not each.structure}
-    sizes = {each.layer.name: each.structure for each in planned.decisions}
-    summary = structlin.summary(structlin.plan(model, overrides=sizes).apply())
-    lines = [f"dense, {n} layers: {reason}" for reason, n in Counter(dense.values()).items()]
-    text = "\n".join([str(summary), "", *lines])
-    return text, {"params": summary.params, "dense": dense, **asdict(summary)}
+        model = source.model_class.from_config(source.config)
+    planned = structlin.plan_compression(
+        model,
+        structure,
+        None,
+        allocation="error",
+        keep=options.keep,
+        include=options.include,
+        exclude=options.exclude,
+    )
+    structures = {}
+    reasons = {}
+    for decision in planned.decisions:
+        structures[decision.layer.name] = decision.structure
+        if decision.structure is None:
+            reasons[decision.layer.name] = decision.reason
+    summary = structlin.summary(structlin.plan(model, overrides=structures).apply())
+    lines = [str(summary), ""]
+    for reason, n in Counter(reasons.values()).items():
+        lines.append(f"dense, {n} layers: {reason}")
+    data = {"params": summary.params, "dense": reasons, **asdict(summary)}
+    return Result("\n".join(lines), data)
 
 
 def compress(options: argparse.Namespace) -> Result:
@@ -133,28 +159,38 @@ def compress(options: argparse.Namespace) -> Result:
         raise ValueError(f"--heal {options.heal} must be 0 or more")
     with writing(options.out) as folder:
         dense, tokenizer = read_model(options.model)
-        batches, heldout = cut(tokenizer, options.data, dense.config)
-        figures = {"dense": measure(dense, dense, heldout)}
+        batches = cut(tokenizer, options.data, dense.config)
+        figures = {"dense": measure(dense, dense, batches.heldout)}
         tell("compressing")
         model: Any = copy.deepcopy(dense)
-        chosen = {"keep": options.keep, "include": options.include, "exclude": options.exclude}
-        structlin.compress(model, structure, batches[:CALIBRATION], **chosen)
-        figures["compressed"] = measure(model, dense, heldout)
+        structlin.compress(
+            model,
+            structure,
+            batches.train[:CALIBRATION],
+            keep=options.keep,
+            include=options.include,
+            exclude=options.exclude,
+            memory=options.memory,
+        )
+        figure = measure(model, dense, batches.heldout)
+        figures["compressed"] = figure
         if options.heal:
             tell(f"healing, {options.heal} steps")
-            structlin.distill(model, dense, batches, steps=options.heal)
-            figures["healed"] = measure(model, dense, heldout)
+            structlin.distill(model, dense, batches.train, steps=options.heal)
+            figure = measure(model, dense, batches.heldout)
+            figures["healed"] = figure
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         copy_beside(options.model, folder)
         loaded = type(model).from_pretrained(folder, local_files_only=True)
-        if measure(loaded, dense, heldout) != [*figures.values()][-1]:
+        if measure(loaded, dense, batches.heldout) != figure:
             raise RuntimeError("the model that was loaded differs from the one that was saved")
     name = "perplexity" if model.can_generate() else "cosine"
-    says = ", ".join(f"{value:.3f} {when}" for when, value in figures.items())
+    shown = ", ".join(f"{value:.3f} {stage}" for stage, value in figures.items())
     summary = structlin.summary(model)
-    found = {"out": str(options.out), "params": summary.params, name: figures, **asdict(summary)}
-    return f"{summary}\n\nheld-out {name}: {says}\nsaved in {options.out}", found
+    text = f"{summary}\n\nheld-out {name}: {shown}\nsaved in {options.out}"
+    data = {"out": str(options.out), "params": summary.params, name: figures, **asdict(summary)}
+    return Result(text, data)
 
 
 # ---- models --------------------------------------------------------------------------------------
@@ -172,8 +208,16 @@ def naming(path: Path) -> Iterator[None]:
         raise ValueError(f"{path} cannot be read: {error}") from None
 
 
-def find_class(path: Path) -> tuple[Any, Any, dict[str, Any]]:
-    """The config and the class of a model of transformers, and the arguments that load it.
+class Source(NamedTuple):
+    """A model of transformers that is not read yet."""
+
+    config: Any
+    model_class: Any
+    options: dict[str, Any]  #: the arguments of `from_pretrained`
+
+
+def find_source(path: Path) -> Source:
+    """The model of transformers in a folder or GGUF file.
 
     Raises:
         ValueError: there is none, or one that structlin saved.
@@ -191,55 +235,74 @@ def find_class(path: Path) -> tuple[Any, Any, dict[str, Any]]:
         config = transformers.AutoConfig.from_pretrained(**options)
     if (getattr(config, "quantization_config", None) or {}).get("quant_method") == "structlin":
         raise ValueError(f"{path} is structured already; give the dense model that it came from")
-    causal = path.is_file() or str((config.architectures or [""])[0]).endswith(
-        ("CausalLM", "LMHeadModel")
-    )
-    kind = transformers.AutoModelForCausalLM if causal else transformers.AutoModel
-    return config, kind, options
+    architecture = str((config.architectures or [""])[0])
+    is_causal = path.is_file() or architecture.endswith(("CausalLM", "LMHeadModel"))
+    model_class = transformers.AutoModelForCausalLM if is_causal else transformers.AutoModel
+    return Source(config, model_class, options)
 
 
-def read_model(path: Path) -> tuple[Any, Any]:
+class ReadModel(NamedTuple):
+    """A model of transformers, with its tokenizer."""
+
+    model: Any
+    tokenizer: Any
+
+
+def read_model(path: Path) -> ReadModel:
     """The model of a folder of transformers or a GGUF file, in float32, and its tokenizer.
 
     Raises:
         ValueError: they cannot be read, lack tensors, or are not of one another.
     """
-    _, kind, options = find_class(path)
+    source = find_source(path)
     with naming(path):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(**options)
-        options |= {"dtype": torch.float32, "output_loading_info": True}
-        model, loading = kind.from_pretrained(**options)
-    missing = sorted(loading["missing_keys"])
+        tokenizer = AutoTokenizer.from_pretrained(**source.options)
+        model, loading_info = source.model_class.from_pretrained(
+            **source.options, dtype=torch.float32, output_loading_info=True
+        )
+    missing = sorted(loading_info["missing_keys"])
     if missing and model.can_generate():  # others may lack a head that nobody reads
         raise ValueError(f"{path} lacks {len(missing)} tensors of the model, such as {missing[0]}")
-    rows, last = len(model.get_input_embeddings().weight), max(tokenizer.get_vocab().values())
-    if last >= rows:
-        raise ValueError(f"{path}: the model embeds {rows:,} tokens, and its tokenizer has {last}")
-    return model, tokenizer
+    embedded = len(model.get_input_embeddings().weight)
+    largest_id = max(tokenizer.get_vocab().values())
+    if largest_id >= embedded:
+        raise ValueError(
+            f"{path}: the model embeds {embedded:,} tokens, and its tokenizer has {largest_id}"
+        )
+    return ReadModel(model, tokenizer)
 
 
 @torch.no_grad()
 def measure(model: Any, dense: Any, batches: Sequence[Tensor]) -> float:
     """Perplexity of a causal language model; otherwise the mean cosine of hidden states to dense
     ones."""
-    found, causal = [], model.eval().can_generate()
+    is_causal = model.eval().can_generate()
+    values = []
     for ids in batches:
         y = model(ids)[0]  # (batch, context, vocabulary or width)
-        if causal:
-            found.append(F.cross_entropy(y[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).item())
+        if is_causal:
+            value = F.cross_entropy(y[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         else:
-            found.append(F.cosine_similarity(y, dense(ids)[0], dim=-1).mean().item())
-    mean = sum(found) / len(found)
-    return math.exp(mean) if causal else mean
+            value = F.cosine_similarity(y, dense(ids)[0], dim=-1).mean()
+        values.append(value.item())
+    mean = sum(values) / len(values)
+    return math.exp(mean) if is_causal else mean
 
 
 # ---- files ---------------------------------------------------------------------------------------
 
 
-def cut(tokenizer: Any, text: str, config: Any) -> tuple[Sequence[Tensor], ...]:
-    """Batches of a text's windows, `(BATCH, context)` each: shuffled, and those of its last tenth.
+class Batches(NamedTuple):
+    """Windows of a text, `(BATCH, context)` each."""
+
+    train: Sequence[Tensor]  #: shuffled
+    heldout: Sequence[Tensor]  #: of the text's last tenth
+
+
+def cut(tokenizer: Any, text: str, config: Any) -> Batches:
+    """Cut a text into batches of windows.
 
     Raises:
         ValueError: the text is too short.
@@ -247,12 +310,13 @@ def cut(tokenizer: Any, text: str, config: Any) -> tuple[Sequence[Tensor], ...]:
     context = min(CONTEXT, getattr(config, "max_position_embeddings", CONTEXT))
     ids = torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
     windows = ids[: len(ids) // context * context].view(-1, context)
-    count = len(windows) // 10
-    if not count:
+    tenth = len(windows) // 10
+    if not tenth:
         raise ValueError(f"--data has {len(ids):,} tokens; at least {10 * context:,} are needed")
-    order = torch.randperm(len(windows) - count, generator=torch.Generator().manual_seed(0))
-    train, heldout = (torch.split(part, BATCH) for part in (windows[order], windows[-count:]))
-    return train, heldout[:HELDOUT]
+    order = torch.randperm(len(windows) - tenth, generator=torch.Generator().manual_seed(0))
+    train = torch.split(windows[order], BATCH)
+    heldout = torch.split(windows[-tenth:], BATCH)
+    return Batches(train, heldout[:HELDOUT])
 
 
 def copy_beside(source: Path, folder: Path) -> None:
@@ -345,6 +409,8 @@ def make_parser() -> argparse.ArgumentParser:
         if run is compress:
             command.add_argument("--data", type=read_text, required=True, help="a text file, UTF-8")
             command.add_argument("--out", type=Path, required=True, help="a new folder")
+            text = "gigabytes of activations in memory; the others lie in a temporary file"
+            command.add_argument("--memory", type=float, metavar="GB", help=text)
             text = "steps of distillation (default: %(default)s)"
             command.add_argument("--heal", type=int, default=30, help=text)
     return parser
@@ -362,7 +428,7 @@ def parse_structure(text: str) -> structlin.Family:
     try:
         node = ast.parse(text.strip(), mode="eval").body
         call = node if isinstance(node, ast.Call) and not node.args else ast.Call(node, [], [])
-        options = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+        options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
         name = ast.unparse(call.func)
     except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
         raise ValueError(f"structure {text!r} is not written like BTT(rank=1)") from None

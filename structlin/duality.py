@@ -20,9 +20,9 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor
 
-from ._engine.cpu import library, polar
+from ._engine.cpu import polar
 from ._engine.cpu.library import has_matrix_unit
-from ._engine.operators import available
+from ._engine.operators import is_plain
 from ._structure.arguments import CheckedBy
 from ._tensors import check_dtype, require_real
 from ._torch import call_while_tracing, has_bfloat16_instructions
@@ -148,9 +148,10 @@ def choose_polar(
     """Decide how the polar factors of matrices `(m, n)`, of this dtype and device, are computed: by
     `method` and `dtype` of `polar_factor`. This is the only place that decides it.
 
-    Without a method that is 5 steps of "fast", in bfloat16 where the short side has 64 or more and
-    the device has products of bfloat16, but for float64 and what the compiled engine takes: fewer
-    than 2^14 numbers in float32 on a CPU.
+    Without a method it is 5 steps of "fast". Without a dtype too they are in bfloat16, if the short
+    side has 64 or more and the device has products of bfloat16. Float64 stays in its dtype, as does
+    what the compiled engine takes: fewer than 2^14 numbers in float32 on a CPU. The engine is not
+    compiled for it: whether there is one is asked once in a process.
 
     >>> choose_polar((8, 16), torch.float64, torch.device("cpu")).dtype
     torch.float64
@@ -159,29 +160,39 @@ def choose_polar(
     on_cpu = device.type == "cpu"
     if iterate_in is None:
         iterate_in = torch.promote_types(dtype, torch.float32)
-        allows_16_bits = dtype != torch.float64 and min(shape) >= SMALLEST_BFLOAT16
-        if method is None and allows_16_bits and has_bfloat16_products(device):
-            by_engine = is_small and on_cpu and dtype == torch.float32 and library.load()
-            if not by_engine:
-                iterate_in = torch.bfloat16
+        if method is None and _gains_by_16_bits(shape, dtype, device):
+            iterate_in = torch.bfloat16
     compiled = is_small and on_cpu and iterate_in == torch.float32 and method != "svd"
     # a schedule of one's own gives torch.optim.Muon's bits, which multiplies one by one
     is_named = method is None or isinstance(method, str)
     batched = is_named and iterate_in == torch.bfloat16 and has_matrix_unit()
-    schedule: Schedule | None
-    if method is None:
-        schedule = DEFAULT
-    elif isinstance(method, str):
-        schedule = SCHEDULES.get(method)  # none of "svd"
-    else:
-        schedule = tuple(method)
     return Polar(
-        schedule=schedule,
+        schedule=_find_schedule(method),
         dtype=iterate_in,
         compiled=compiled,
         one_by_one=on_cpu and not is_small and not batched,
         largest_stack=LARGEST_STACK if compiled or batched or not on_cpu else LARGEST_ON_CPU,
     )
+
+
+def _gains_by_16_bits(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether bfloat16 is the fastest dtype of an iteration on matrices of this shape and dtype."""
+    if dtype == torch.float64 or min(shape) < SMALLEST_BFLOAT16:
+        return False
+    if not has_bfloat16_products(device):
+        return False
+    is_small = shape[0] * shape[1] < LARGE_MATRIX
+    by_engine = is_small and device.type == "cpu" and dtype == torch.float32 and polar.has_engine()
+    return not by_engine
+
+
+def _find_schedule(method: str | Schedule | None) -> Schedule | None:
+    """The steps of a method; None for "svd"."""
+    if method is None:
+        return DEFAULT
+    if isinstance(method, str):
+        return SCHEDULES.get(method)
+    return tuple(method)
 
 
 @call_while_tracing
@@ -196,7 +207,7 @@ def has_bfloat16_products(device: torch.device) -> bool:
 
 
 def check_method(name: str, method: Any) -> str | Schedule:
-    """Raises ValueError or TypeError for what is no method of `polar_factor` and no schedule."""
+    """`method`, which is one of `polar_factor` or a schedule; else ValueError or TypeError."""
     example = "5 * [(3.4445, -4.7750, 2.0315)]"
     if isinstance(method, str):
         if method not in METHODS:
@@ -347,7 +358,9 @@ def _of_unit_size(x: Tensor) -> Tensor:
 def _is_of_safe_size(x: Tensor) -> bool:
     """Whether no norm of a schedule underflows or overflows as it is: then a power of two changes
     no bit. A plain tensor on a CPU can be asked for less than `_of_unit_size` takes."""
-    if x.dtype == torch.float16 or torch.compiler.is_compiling() or not available(x):
+    if x.dtype == torch.float16 or torch.compiler.is_compiling():
+        return False
+    if not (x.is_cpu and is_plain(x)):
         return False
     norms = torch.linalg.vector_norm(x, dim=(-2, -1))
     return bool(((norms > 1e-10) & (norms < 1e10)).all())

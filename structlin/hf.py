@@ -24,10 +24,12 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ._hosts.transformers import holds_parts
+from ._layer.experts import StructuredExperts
 from ._layer.linear import StructuredLinear
 from ._layer.state import GUARD
 from ._model.files import describe, restructure
 from ._model.linears import Replacement, build_dense_layer, replace_layers, structured_layers
+from ._model.stacks import build_dense_experts, structured_experts
 
 __all__ = ["declare"]
 METHOD = "structlin"
@@ -53,7 +55,7 @@ class StructlinQuantizer(HfQuantizer):
 
     quantization_config: StructlinConfig
     is_trainable = is_qat_trainable = is_compileable = True
-    found: Collection[str] = ()  #: layers of the checkpoint, by their names in the model
+    layer_names: Collection[str] = ()  #: the checkpoint's layers, as the model names them
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, **options: Any
@@ -61,29 +63,31 @@ class StructlinQuantizer(HfQuantizer):
         described = self.quantization_config.modules
         modules = _match_names(model, described)
         replace_layers(model, restructure(model, describe(model) | modules))
-        self.found = set(modules)
-        names = {*described, *modules}
-        guards = [rf"(^|\.){re.escape(name)}\.{GUARD}$" for name in names]
-        kind: type[Any] = list if __version__.startswith("4.") else set
-        model._keys_to_ignore_on_load_unexpected = kind(
-            [*(model._keys_to_ignore_on_load_unexpected or ()), *guards]
-        )
+        self.layer_names = set(modules)
+        ignored = list(model._keys_to_ignore_on_load_unexpected or ())
+        for name, data in {**described, **modules}.items():
+            row = _name_guard(name, has_experts="experts" in data)
+            ignored.append(rf"(^|\.){re.escape(row)}$")
+        container: type[Any] = list if __version__.startswith("4.") else set
+        model._keys_to_ignore_on_load_unexpected = container(ignored)
         return model
 
     def _process_model_after_weight_loading(
         self, model: PreTrainedModel, **options: Any
     ) -> PreTrainedModel:
         """transformers 5 only logs what it does not find in the file, and leaves it as it is."""
-        own = dict(model.named_parameters())
-        offloaded = [name for name, parameter in own.items() if parameter.is_meta]
+        parameters = dict(model.named_parameters())
+        offloaded = [name for name, parameter in parameters.items() if parameter.is_meta]
         cores = [name for name in offloaded if re.search(r"\.(cores|scales)\.\d+$", name)]
-        if cores and len(offloaded) < len(own):
-            text = f"device_map offloads cores of structured layers: {', '.join(cores[:5])}"
-            why = "accelerate does not bring them back when their layer is called"
-            raise ValueError(f"{text}; {why}: give them a device")
-        lost = [name for name, each in own.items() if not hasattr(each, "_is_hf_initialized")]
-        if len(lost) < len(own):
-            self._refuse_lost(lost)
+        if cores and len(offloaded) < len(parameters):
+            raise ValueError(
+                f"device_map offloads cores of structured layers: {', '.join(cores[:5])}; "
+                "accelerate does not bring them back when their layer is called: give them a device"
+            )
+        missing = [n for n, p in parameters.items() if not hasattr(p, "_is_hf_initialized")]
+        # where transformers marks no parameter, it calls `update_missing_keys`
+        if len(missing) < len(parameters):
+            self._refuse_missing(missing)
         # from here on it is as a model that `convert` has just changed: .half() and .float() work
         model.is_quantized = False  # type: ignore[assignment]
         for module in model.modules():
@@ -95,15 +99,17 @@ class StructlinQuantizer(HfQuantizer):
         self, model: PreTrainedModel, missing_keys: list[str], prefix: str
     ) -> list[str]:
         """transformers 4 calls this with what it does not find in the file."""
-        self._refuse_lost(missing_keys)
+        self._refuse_missing(missing_keys)
         return missing_keys
 
-    def _refuse_lost(self, parameters: Iterable[str]) -> None:
-        inside = tuple(f"{name}." for name in self.found)
-        if lost := [name for name in parameters if name.startswith(inside)]:
-            text = "the checkpoint lacks parameters of structured layers"
-            way = "if it is a dense model's, take a config without quantization_config"
-            raise ValueError(f"{text}: {', '.join(lost[:5])}; {way}")
+    def _refuse_missing(self, parameters: Iterable[str]) -> None:
+        prefixes = tuple(f"{name}." for name in self.layer_names)
+        missing = [name for name in parameters if name.startswith(prefixes)]
+        if missing:
+            raise ValueError(
+                f"the checkpoint lacks parameters of structured layers: {', '.join(missing[:5])}; "
+                "if it is a dense model's, take a config without quantization_config"
+            )
 
     def dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
         """The model with dense layers; transformers' `model.dequantize()` calls this.
@@ -114,11 +120,14 @@ class StructlinQuantizer(HfQuantizer):
         layers = structured_layers(model)
         for layer, module in layers:
             module.structure.require_matrix(f"layer {layer.name!r}: dequantize")
-        replace_layers(
-            model, [Replacement(layer.names, build_dense_layer(module)) for layer, module in layers]
-        )
+        replacements = [
+            Replacement(layer.names, build_dense_layer(module)) for layer, module in layers
+        ]
+        for stack, names in structured_experts(model).items():
+            replacements.append(Replacement(names, build_dense_experts(stack)))
+        replace_layers(model, replacements)
         declare(model)
-        return model.to(dtype) if dtype is not None else model
+        return model if dtype is None else model.to(dtype)
 
     def get_state_dict_and_metadata(
         self, model: PreTrainedModel, *args: Any, **options: Any
@@ -160,18 +169,21 @@ def declare(model: nn.Module) -> None:
     >>> list(model.config.quantization_config.modules)
     ['h.0.mlp.c_fc']
     """
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    inner = {module for part in parts for module in part.modules() if module is not part}
-    for part in parts:
-        modules = describe(part)
-        _set_saving(part, StructlinConfig(modules) if modules else None)
-        if part in inner:
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    inner_modules = set[nn.Module]()
+    for pretrained in models:
+        inner_modules |= {*pretrained.modules()} - {pretrained}
+    for pretrained in models:
+        layers = describe(pretrained)
+        config = StructlinConfig(layers) if layers else None
+        _set_saving(pretrained, config)
+        if pretrained in inner_modules:
             continue
-        if _is_body(part):
-            _declare_in_shared_config(part, modules)
+        if _is_body(pretrained):
+            _declare_in_shared_config(pretrained, layers)
         else:
-            _write_config(part, StructlinConfig(modules) if modules else None)
-    if holds_parts(model) or (model in parts and _is_body(model)):
+            _write_config(pretrained, config)
+    if holds_parts(model) or (model in models and _is_body(model)):
         _guard_within_others(model)
 
 
@@ -186,82 +198,86 @@ def _declare_in_shared_config(body: PreTrainedModel, modules: dict[str, dict[str
     What the config says of layers outside the body stays.
     """
     config: Any = body.config
-    said = vars(config).get("quantization_config")
+    earlier = vars(config).get("quantization_config")
     outside: dict[str, dict[str, Any]] = {}
-    if isinstance(said, StructlinConfig):
+    if isinstance(earlier, StructlinConfig):
         names = {name for name, _ in body.named_modules(remove_duplicate=False)}
         prefix = f"{body.base_model_prefix}."
-        for name, data in said.modules.items():
+        for name, data in earlier.modules.items():
             if not name.startswith(prefix) and name not in names:
                 outside[name] = data
     if modules or outside:
         config.quantization_config = StructlinConfig(modules | outside)
-    elif isinstance(said, StructlinConfig):
+    elif isinstance(earlier, StructlinConfig):
         del config.quantization_config
 
 
-def _write_config(model: PreTrainedModel, said: StructlinConfig | None) -> None:
-    """Give `model` a config of its own that says `said`: other models may share its config."""
+def _write_config(model: PreTrainedModel, structured: StructlinConfig | None) -> None:
+    """Give `model` a config that says what is structured: other models may share the old one."""
     shared: Any = model.config
-    if said is None and not isinstance(vars(shared).get("quantization_config"), StructlinConfig):
+    earlier = vars(shared).get("quantization_config")
+    if structured is None and not isinstance(earlier, StructlinConfig):
         return
-    own = copy.copy(shared)
-    own.quantization_config = said
-    if said is None:
-        del own.quantization_config
+    config = copy.copy(shared)
+    config.quantization_config = structured
+    if structured is None:
+        del config.quantization_config
     for module in model.modules():
         if vars(module).get("config") is shared:
-            module.config = own
+            module.config = config
 
 
 # ---- saving --------------------------------------------------------------------------------------
 
 
-def _set_saving(model: PreTrainedModel, said: StructlinConfig | None) -> None:
-    """Give `model` the method that saves structured layers, or, where `said` is None, take it."""
-    state: dict[str, Any] = vars(model)
-    method = state.get("save_pretrained")
+def _set_saving(model: PreTrainedModel, structured: StructlinConfig | None) -> None:
+    """Give `model` the method that saves structured layers; without such layers take it away."""
+    attributes: dict[str, Any] = vars(model)
+    method = attributes.get("save_pretrained")
     is_ours = isinstance(method, partial) and method.func is _save_pretrained
-    if said is not None:
-        model.hf_quantizer = StructlinQuantizer(said)  # type: ignore[assignment]
+    if structured is not None:
+        model.hf_quantizer = StructlinQuantizer(structured)  # type: ignore[assignment]
         if not is_ours:
-            state["save_pretrained"] = partial(_save_pretrained, model, method)
+            attributes["save_pretrained"] = partial(_save_pretrained, model, method)
         return
-    if isinstance(state.get("hf_quantizer"), StructlinQuantizer):
-        del state["hf_quantizer"]
+    if isinstance(attributes.get("hf_quantizer"), StructlinQuantizer):
+        del attributes["hf_quantizer"]
     if isinstance(method, partial) and is_ours:
-        _, replaced = method.args
-        del state["save_pretrained"]
-        if replaced is not None:
-            state["save_pretrained"] = replaced
+        _, earlier_method = method.args
+        del attributes["save_pretrained"]
+        if earlier_method is not None:
+            attributes["save_pretrained"] = earlier_method
 
 
 def _save_pretrained(
-    model: Any, replaced: Callable[..., Any] | None, *given: Any, **options: Any
+    model: Any, earlier_method: Callable[..., Any] | None, *args: Any, **options: Any
 ) -> Any:
-    """`save_pretrained` of a model with structured layers; its class's own does the work.
+    """`save_pretrained` of a model with structured layers; the method of its class does the work.
 
-    That one drops the `state_dict` that it is given where the model has a quantiser, so the
-    quantiser is hidden from it: the state that it is given, or takes from the model, is the state
-    that it writes, whatever functions lie between.
+    The method of the class drops a given `state_dict` where the model has a quantiser. So the
+    quantiser is hidden from it, and the state that it is given, or takes from the model, is the
+    state that it writes, whatever functions lie between.
 
     Args:
-        replaced: the method that somebody had given to this one model before; None: the class's.
-        given: the arguments of `PreTrainedModel.save_pretrained`.
+        earlier_method: what somebody had given to this one model before; None: the class's.
+        args: the arguments of `PreTrainedModel.save_pretrained`.
     """
     declare(model)
-    call = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *given, **options)
+    call = inspect.signature(PreTrainedModel.save_pretrained).bind(model, *args, **options)
     state = call.arguments.get("state_dict")
     if state is not None:
         call.arguments["state_dict"] = dict(state)
         _add_guards(model, call.arguments["state_dict"], "")
     quantizer = vars(model).pop("hf_quantizer", None)
-    guarding = model.register_state_dict_post_hook(_add_guards)
-    save = replaced or partial(type(model).save_pretrained, model)
+    if structured_experts(model) and "save_original_format" in call.signature.parameters:
+        # it would take each core apart, as if it were the weight of the experts
+        call.arguments["save_original_format"] = False
+    hook = model.register_state_dict_post_hook(_add_guards)
+    save = earlier_method or partial(type(model).save_pretrained, model)
     try:
         return save(*call.args[1:], **call.kwargs)
     finally:
-        guarding.remove()
+        hook.remove()
         if quantizer is not None:
             model.hf_quantizer = quantizer
 
@@ -269,9 +285,15 @@ def _save_pretrained(
 def _add_guards(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
     """Beside the cores of each structured layer, write what a dense layer refuses for its shape."""
     for name, layer in module.named_modules(remove_duplicate=False):
-        if isinstance(layer, StructuredLinear):  # also where its cores are offloaded
+        has_experts = isinstance(layer, StructuredExperts)
+        if has_experts or isinstance(layer, StructuredLinear):  # also where cores are offloaded
             guard = torch.tensor(list(GUARD_TEXT), dtype=torch.uint8)
-            state[f"{prefix}{name}.{GUARD}"] = guard
+            state[_name_guard(f"{prefix}{name}", has_experts)] = guard
+
+
+def _name_guard(name: str, has_experts: bool) -> str:
+    """The name of the row of bytes that stands where a dense model has the weight."""
+    return name if has_experts else f"{name}.{GUARD}"
 
 
 def _guard_within_others(part: Any) -> None:
@@ -299,13 +321,16 @@ def _match_names(
     """
     prefix = f"{model.base_model_prefix}."
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
-    found = {}
+    names |= {name for name, _ in model.named_parameters(remove_duplicate=False)}  # experts
+    matched = {}
     for name, data in modules.items():
-        for own in (name, name.removeprefix(prefix), prefix + name):
-            if own in names:
-                found[own] = data
+        for candidate in (name, name.removeprefix(prefix), prefix + name):
+            if candidate in names:
+                matched[candidate] = data
                 break
-    if modules and not found:
-        text = f"{type(model).__name__} lacks structured layers of the checkpoint, all of them"
-        raise ValueError(f"{text}: {', '.join([*modules][:5])}; load what was saved")
-    return found
+    if modules and not matched:
+        raise ValueError(
+            f"{type(model).__name__} lacks structured layers of the checkpoint, all of them: "
+            f"{', '.join([*modules][:5])}; load what was saved"
+        )
+    return matched

@@ -167,7 +167,7 @@ def divide_layer(
     Everything that can be refused is refused before the first parameter is distributed, which
     communicates.
     """
-    _require_divisible(layer, mesh)
+    _require_plain(layer, mesh)
     axis = axis_of(layer.structure, role)
     divided = cut(layer.structure, axis, mesh.size())
     x = layouts.x or (Shard(-1) if divided.cuts_x else Replicate())
@@ -201,8 +201,9 @@ def _distribute(
         module.register_parameter(name, nn.Parameter(tensor, parameter.requires_grad))
 
 
-def _require_divisible(layer: StructuredLinear, mesh: DeviceMesh) -> None:
-    """Refuse a layer or a mesh, whatever the axis."""
+def _require_plain(layer: StructuredLinear, mesh: DeviceMesh) -> None:
+    """Refuse what cannot be divided by any axis: a mesh of several dimensions, and a layer that is
+    more than its parameters and the product of them."""
     kind = type(layer)
     label = f"{kind.__name__}({layer.extra_repr()})"
     if kind.multiply is not StructuredLinear.multiply:
@@ -218,19 +219,16 @@ def _require_divisible(layer: StructuredLinear, mesh: DeviceMesh) -> None:
             f"{label} is parallel or sharded already: parallelize_module comes once, and before "
             "fully_shard"
         )
-    hooked = [
-        name
-        for name, parameter in layer.named_parameters()
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    ]
-    if hooked:
-        raise ValueError(f"{hooked[0]} of {label} has hooks, which would be lost: add them later")
-    expected = [f"cores.{name}" for name in layer.core_names]
-    expected += [name for name in ("gains", "bias") if layer._parameters.get(name) is not None]
-    unknown = sorted({name for name, _ in layer.named_parameters()} ^ set(expected))
-    if unknown:
+    for name, parameter in layer.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(f"{name} of {label} has hooks, which would be lost: add them later")
+    expected = {f"cores.{name}" for name in layer.core_names}
+    expected |= {name for name in ("gains", "bias") if layer._parameters.get(name) is not None}
+    parameter_names = {name for name, _ in layer.named_parameters()}
+    if parameter_names != expected:
+        differing = ", ".join(sorted(parameter_names ^ expected))  # in one of both
         raise ValueError(
-            f"{label} has other parameters than a layer of its kind, {', '.join(unknown)}: it is "
+            f"{label} has other parameters than a layer of its kind, {differing}: it is "
             "parametrised, pruned or adapted; make that permanent, or do it later"
         )
 

@@ -156,13 +156,16 @@ def structured(
 
 
 def _find_role(cfg: Linear.Config) -> str | None:
-    """How tensor parallelism cuts the dense weight."""
+    """How tensor parallelism cuts the dense weight; None: not at all."""
     if cfg.sharding_config is None:
         return None
     weight = cfg.sharding_config.state_shardings.get("weight")
-    cut = None if weight is None else weight.axis_types[MeshAxisName.TP]
-    dim = getattr(cut, "dim", None)
-    return None if dim is None else ("colwise", "rowwise")[dim]
+    if weight is None:
+        return None
+    placement = weight.axis_types[MeshAxisName.TP]
+    # Shard(0) cuts the rows of the weight (out_features, in_features), which are features of y
+    roles = {0: "colwise", 1: "rowwise", None: None}
+    return roles[getattr(placement, "dim", None)]
 
 
 def _measure_norm(cfg: Linear.Config) -> float | None:

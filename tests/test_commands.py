@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from structlin import LowRank, StructuredLinear, cli, convert, save
-from structlin.cli import find_class, parse_structure, read_model
+from structlin.cli import find_source, parse_structure, read_model
 
 transformers = pytest.importorskip("transformers")
 PAGE = (Path(__file__).parents[1] / "docs" / "commands.md").read_text(encoding="utf-8")
@@ -57,6 +57,8 @@ def folder(tmp_path_factory):
     [
         ("BTT(rank=__import__('os').getpid())", "is not written like BTT"),
         ("BTT(**{})", "BTT has no option 'None'"),
+        ("LowRank(rank='4')", "rank='4' must be an integer of at least 1"),
+        ("BTT(rank=1) + LowRank(rank=2)", "cannot be a sum"),
         ("", "is not written like"),
         ("BTT(rank='2')", "rank='2' must be an integer"),
         ("FFT()", "'FFT' is no family; there are dense, lowrank"),
@@ -116,7 +118,7 @@ def test_compress_leaves_a_model_that_transformers_loads(capsys, folder, tmp_pat
     measured = r": [\d.]+ dense, [\d.]+ compressed, [\d.]+ healed\n"
     assert re.search(f"held-out {figure}{measured}saved in {out}", shown)
     assert "structlin: compressing" in says
-    model = find_class(folder / kind)[1].from_pretrained(out)
+    model = find_source(folder / kind)[1].from_pretrained(out)
     layers = [each for each in model.modules() if isinstance(each, StructuredLinear)]
     dense = sum(layer.in_features * layer.out_features for layer in layers)
     assert 0 < sum(layer.structure.params for layer in layers) < 0.6 * dense

@@ -12,7 +12,6 @@ from structlin import (
     Kronecker,
     LowRank,
     Monarch,
-    Plan,
     Split,
     Structure,
     StructuredLinear,
@@ -21,6 +20,7 @@ from structlin import (
     plan,
     plan_compression,
 )
+from structlin._convert.plan import Plan
 from structlin._model.kinds import role_of
 from tests.models import GPT, linear_names, snapshot
 

@@ -111,7 +111,6 @@ NOT_IN_ONE_FILE_YET = {  # take a file out once its names are in structlin/_torc
     "optim/_roster.py",
     "optim/_stacks.py",
     "parallel.py",  # torch.distributed is loaded where it is used
-    "stability/_operator.py",
 }
 
 

@@ -121,7 +121,7 @@ def markdown(result: Row) -> str:
 
 
 def draw(result: Row) -> figures.Figure:
-    """Loss against milliseconds of a step."""
+    """Loss against milliseconds of a step: circles for structlin's layers, squares for others'."""
     figure = figures.Figure(figsize=(7, 5), layout="constrained")
     axes = figure.subplots()
     for row in result["table"]:
@@ -130,8 +130,8 @@ def draw(result: Row) -> figures.Figure:
             continue
         ms = result["times"][row["method"]]["median"]
         axes.plot(ms, loss, "o" if row["package"] == OURS else "s")
-        label = {"xytext": (4, 4), "textcoords": "offset points", "fontsize": 8}
-        axes.annotate(row["method"], (ms, loss), **label)
+        beside = {"xytext": (4, 4), "textcoords": "offset points"}
+        axes.annotate(row["method"], (ms, loss), fontsize=8, **beside)
     axes.set(xscale="log", xlabel="milliseconds of a step", ylabel="held-out loss")
     return figure
 

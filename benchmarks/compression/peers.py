@@ -11,7 +11,7 @@ et al. 2015 (arXiv:1506.02626); Wanda, Sun et al. 2023 (arXiv:2306.11695), unstr
 (github.com/pytorch/ao), `Int8WeightOnlyConfig`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -156,8 +156,11 @@ def truncate(
     keep: float,
     right: Root | None = None,
     left: Root | None = None,
+    *,
+    ranks: Mapping[str, int] | None = None,
 ) -> Counts:
-    """Replace every layer by the pair of the same share of its parameters: uniform ranks.
+    """Replace every layer by the pair of the same share of its parameters: uniform ranks. Or give
+    each layer in `ranks` its rank, and leave the others dense.
 
     The pair is the matrix of its rank nearest to W by `||L^T (W - B) R||`: with R R^T = X^T X, its
     outputs on X are nearest to the layer's; with L L^T = G^T G of the gradients too, the model's
@@ -166,7 +169,10 @@ def truncate(
     params = 0
     for name, layer in layers.items():
         w = layer.weight.detach().double()  # (out_features, in_features)
-        rank = max(1, int(keep * w.numel() / sum(w.shape)))
+        if ranks is not None and name not in ranks:
+            params += w.numel()
+            continue
+        rank = max(1, int(keep * w.numel() / sum(w.shape))) if ranks is None else ranks[name]
         r, l = (None if root is None else root(name) for root in (right, left))
         w = w if r is None else w @ r
         w = w if l is None else l.mT @ w

@@ -89,6 +89,17 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
 }
 
 
+def read_tokens(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model of that name, and the tokens of each text."""
+    return MODELS[name]()
+
+
+def split(encyclopedia: Tensor) -> tuple[Tensor, Tensor]:
+    """Nine tenths that calibrate and heal, and a tail that is held out."""
+    edge = len(encyclopedia) * 9 // 10
+    return encyclopedia[:edge], encyclopedia[edge:]
+
+
 def cut(ids: Tensor, count: int, length: int) -> Tensor:
     """Windows, evenly spread: `(count, length)`.
 
@@ -117,8 +128,8 @@ def prepare(sizes: methods.Sizes) -> tuple[methods.Data, Held]:
     at: Row = dict(sizes)
     context, batch = at["context"], at["batch"]
     model, texts = MODELS[at["model"]]()
-    edge = len(texts["wiki"]) * 9 // 10
-    known, heldout = texts["wiki"][:edge], {"wiki": texts["wiki"][edge:], "c4": texts["c4"]}
+    known, tail = split(texts["wiki"])
+    heldout = {"wiki": tail, "c4": texts["c4"]}
 
     def inputs(count: int, ids: Tensor) -> list[peers.Batch]:
         return [{"input_ids": rows} for rows in cut(ids, count, context).split(batch)]

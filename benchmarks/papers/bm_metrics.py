@@ -4,7 +4,7 @@
     python -m benchmarks.papers.bm_metrics --smoke    # seconds
 
 For a linear layer on inputs of unit RMS three numbers are to stay of order 1 (see
-`structlin.stability`): forward, dependency = sqrt(d_in / d_out) |W|_2 and update = sqrt(d_in /
+`benchmarks.harness.live`): forward, dependency = sqrt(d_in / d_out) |W|_2 and update = sqrt(d_in /
 d_out) |dW|_2. Order 1 means that a number does not move
 with the width: its power of the width is below LEVEL, whatever its size. The article's forward is
 the largest over all inputs, which for a linear layer is the dependency; here forward is that of the
@@ -33,12 +33,12 @@ from torch import Tensor, nn
 import structlin
 from benchmarks.harness import training
 from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.live import watch
 from benchmarks.harness.models import BASE_WIDTH, STRUCTURES
 from benchmarks.harness.report import least_and_most, table
 from benchmarks.harness.shown import Claim
 from benchmarks.harness.statistics import one, select, slope, values
 from benchmarks.harness.tasks import PlainDigits
-from structlin import stability
 
 FAMILIES = {
     name: STRUCTURES[name] for name in ("dense", "low-rank", "Monarch", "BTT r=1", "BTT r=4")
@@ -62,7 +62,7 @@ def fresh(structure: str, init: str, width: int) -> Row:
         layer = structlin.StructuredLinear(
             width, width, FAMILIES[structure](width), bias=False, init=init
         )
-        with stability.watch(layer) as log:
+        with watch(layer) as log:
             layer(torch.randn(8, width))
         dependencies.append(log.rows[0].dependency)
         norms = []
@@ -89,7 +89,7 @@ class MLP(nn.Module):
         self.norm = nn.RMSNorm(width, elementwise_affine=False)
         self.hidden = structlin.StructuredLinear(width, width, family, bias=False, init="spectral")
         self.head = nn.Linear(width, 10, bias=False)
-        nn.init.normal_(self.input.weight, std=1 / 8)
+        nn.init.normal_(self.input.weight, std=1 / 8)  # 1 / sqrt(64)
         nn.init.normal_(self.head.weight, std=1 / width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class MLP(nn.Module):
 
 def make_optimizer(name: str, model: nn.Module, width: int) -> torch.optim.Optimizer:
     if name == "Muon":
-        return structlin.optim.Muon(model, LRS[name], method="ns", dualize="all")
+        return structlin.optim.Muon(model, LRS[name], method="ns", matrices="all")
     aware = name == "AdamW, muP"
     groups = structlin.param_groups(
         model,
@@ -116,7 +116,7 @@ def train(structure: str, optimizer: str, width: int, steps: int) -> Row:
     task = PlainDigits()
     model = MLP(width, FAMILIES[structure](width))
     descent = make_optimizer(optimizer, model, width)
-    with stability.watch(model, every=max(1, steps // 5)) as log:
+    with watch(model, every=max(1, steps // 5)) as log:
         loss = training.train(model, descent, task, steps, batch=BATCH, schedule="constant")
     readings = [row for row in log.rows if row.layer == "hidden" and row.update is not None]
     return {

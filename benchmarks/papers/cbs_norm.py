@@ -91,8 +91,8 @@ def train(lr: float, model: str, seed: int, steps: dict[str, int]) -> Row:
 
 
 def tabulate(rows: list[Row]) -> list[Row]:
-    """Means over the seeds for each model and rate: RMS at the start, half-way and at the end,
-    growth, loss."""
+    """Means over the seeds for each model and rate: RMS at the start, half-way and at the end, and
+    the loss; the loss alone, None, where a seed diverged."""
     table = []
     for (label, lr), model in product(LRS.items(), (*MODELS, *ALTERNATIVES)):
         runs = select(rows, model=model, lr=lr)

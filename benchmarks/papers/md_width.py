@@ -45,7 +45,7 @@ BATCH = 128
 
 
 def mlp(method: str, width: int) -> nn.Sequential:
-    """64 -> width -> width -> 10, started as `method` asks for."""
+    """64 -> width -> width -> 10, started as `method` asks for; "Adam, SP" leaves torch's start."""
     model = models.mlp(Digits.inputs, width, width, Digits.outputs, bias=False)
     for linear in model[::2]:
         if method == "Adam, muP":
@@ -58,7 +58,7 @@ def mlp(method: str, width: int) -> nn.Sequential:
 
 def optimizer(method: str, model: nn.Module, lr: float) -> torch.optim.Optimizer:
     if method == "dualized":
-        return structlin.optim.Muon(model, lr, momentum=0, method=QUINTIC, dualize="all")
+        return structlin.optim.Muon(model, lr, momentum=0, method=QUINTIC, matrices="all")
     weights = list(model.parameters())
     if method == "Adam, SP":
         return torch.optim.Adam(weights, lr)

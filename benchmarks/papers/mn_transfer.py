@@ -327,14 +327,17 @@ def numbers(result: Row) -> dict[str, str]:
 
 
 def tabulate(result: Row) -> str:
-    """The best rates, and what keeping the smallest size's costs."""
+    """log2 of the best rate at each size. In brackets: the loss of the largest size at the smallest
+    one's best rate, over its loss at its own."""
     lines = []
     for setup, by_method in result["transfer"].items():
-        cells = [f"{setup} {', '.join(by_method['Adam']['optima'])}"]
+        sizes = ", ".join(by_method["Adam"]["optima"])
+        cells = [f"{setup} {sizes}"]
         for method in METHODS:
-            optima = " ".join(f"{value:+.1f}" for value in by_method[method]["optima"].values())
+            optima = " ".join(f"{rate:+.1f}" for rate in by_method[method]["optima"].values())
             cost = by_method[method]["cost"]
-            cells.append(f"{optima} (diverges)" if cost is None else f"{optima} ({cost:.2f}x)")
+            words = "diverges" if cost is None else f"{cost:.2f}x"
+            cells.append(f"{optima} ({words})")
         lines.append(cells)
     return table(["", *METHODS], lines)
 

@@ -319,14 +319,16 @@ def show(rows: Sequence[Row]) -> Table:
 
 
 def markdown(result: Row) -> str:
-    """Our speed over each implementation's: a row for each of them, a column for each job."""
+    """structlin's speed over each peer's: a row for each peer, a column for each job."""
     rows = [row for row in result["rows"] if "structlin_x" in row]
+    # the columns: float32 first, many tokens first, forward first
     rows.sort(key=lambda row: (row["dtype"] != "float32", -row["tokens"], row["backward"]))
     cells = {}
     for row in rows:
-        title = f"{row['dtype']}, {row['tokens']}, forward{' + backward' * row['backward']}"
-        name = f"{row['structure']}, {row['implementation']}"
-        cells[name, title] = f"{row['structlin_x']['median']:.2f}"
+        work = "forward + backward" if row["backward"] else "forward"
+        job = f"{row['dtype']}, {row['tokens']}, {work}"
+        peer = f"{row['structure']}, {row['implementation']}"
+        cells[peer, job] = f"{row['structlin_x']['median']:.2f}"
     return report.pivot(cells)
 
 

@@ -177,19 +177,26 @@ def first_input(task: Task) -> Tensor:
     return inputs[:1]
 
 
+class Trainer(NamedTuple):
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
 def make_trainer(
     setup: str, optimizer: str, kind: str, width: int, rates: Row, seed: int, sizes: Row
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+) -> Trainer:
     model = build(setup, kind, width, seed, sizes[setup], "cpu")
     base = models.build(make_task(setup, 0, sizes[setup]), sizes["tuned"], None, 0, "meta")
     if optimizer == "AdamW":
         groups = structlin.param_groups(model, rates["lr"], weight_decay=0.0, base=base)
-        return model, torch.optim.AdamW(groups, rates["lr"], betas=(0.9, 0.95), fused=True)
+        adamw = torch.optim.AdamW(groups, rates["lr"], betas=(0.9, 0.95), fused=True)
+        return Trainer(model, adamw)
     options = rates | {"base": base, "momentum": MOMENTUM}
-    options["dualize"] = "all" if optimizer.endswith(EVERYWHERE) else "hidden"
+    options["matrices"] = "all" if optimizer.endswith(EVERYWHERE) else "hidden"
     if optimizer.startswith("Muon"):
-        return model, structlin.optim.Muon(model, **options)
-    return model, structlin.optim.SOAP(model, **options, max_precond_dim=LARGEST_BASIS)
+        return Trainer(model, structlin.optim.Muon(model, **options))
+    soap = structlin.optim.SOAP(model, **options, max_precond_dim=LARGEST_BASIS)
+    return Trainer(model, soap)
 
 
 def train(
@@ -469,12 +476,12 @@ def sooner(table: Sequence[Row], setup: str, ours: Row) -> list[float]:
 
 
 def rates(result: Row) -> str:
-    """A table of docs/optimizers.md: the best lr of each width, and other_lr."""
+    """A table of docs/optimizers.md: the best lr and other_lr of each width, by optimizer."""
     cells: dict[tuple[str, str], str] = {}
-    for row in sorted(result["table"], key=lambda row: row["width"]):
+    for row in result["table"]:
         if has_two_rates(row):
             place = (f"{row['setup']}, {row['width']}", name_of(row))
-            cells[place] = ", ".join(report.rate(row[name]) for name in START)
+            cells[place] = f"{report.rate(row['lr'])}, {report.rate(row['other_lr'])}"
     return report.pivot(dict(sorted(cells.items())))
 
 

@@ -10,9 +10,10 @@ width and length. The models, the data and the starts are those of `gpt_seconds`
 
 Kinds: "dense"; "BTT r=4" and the like, with structured MLPs (SiLU between the cores) and attention;
 "BTT r=4, wide MLPs", whose MLPs are structured with hidden layers of eight times the width, and
-whose attention is dense.
+whose attention is dense; "BTT r=2, 2 of 8 experts", whose every linear layer is a mixture of such
+matrices, of which each token takes two (arXiv:2410.02117).
 
-Rates are searched by factors of 2 at the two smallest budgets, first at the width where the search
+Rates are searched by factors of 2 at the budgets up to 5e12, first at the width where the search
 begins, then again at the best width. From there the library's own rules carry them (muP from dense
 width 256). All choices are made by the validation loss of seed 0. Reported is the test loss: the
 windows of the held-out tenth are divided in turns, 512 to validate and 2,048 to test.
@@ -23,25 +24,28 @@ A run keeps a checkpoint beside its result and goes on from it. The file of rows
 import math
 import time
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import structlin
-from benchmarks.harness import figures, models, record, report, training
+from benchmarks.harness import models, training
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs
-from benchmarks.harness.statistics import log_loss, select, values
+from benchmarks.harness.statistics import log_loss, select
 from benchmarks.harness.tasks import Batch
-from benchmarks.training import gpt_seconds
+from benchmarks.training import gpt_seconds, iso_report, mixtures
+from benchmarks.training.iso_report import CELL, best_of, kind_of
+from examples.moe import BALANCE
 from structlin import BTT
+from structlin.optim._soap import Eigenbases
 
 BATCH_TOKENS = 512
 WIDTHS = [32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768]
-TUNED_BUDGETS = 2  # the smallest ones, at which rates are searched
+LARGEST_TUNED = 5e12  # FLOPs up to which rates are searched
 SECONDS_BETWEEN_CHECKPOINTS = 120.0
 VALIDATION_WINDOWS = 512
 TEST_WINDOWS = 2048
@@ -53,19 +57,31 @@ STRUCTURED = {  # ranks in MLPs and in attention; None: dense
     "BTT r=1": (1, 1),
     "BTT r=4, wide MLPs": (4, None),
 }
+MIXED = {"BTT r=2, 2 of 8 experts": 2, "BTT r=4, 2 of 8 experts": 4}  # the rank of an expert
+EXPERTS = {"experts": 8, "top_k": 2}
 START_WIDTHS = {  # where the search begins at the smallest budget
     "dense": 64,
     "BTT r=4": 96,
     "BTT r=2": 128,
     "BTT r=1": 160,
     "BTT r=4, wide MLPs": 64,
+    "BTT r=2, 2 of 8 experts": 64,
+    "BTT r=4, 2 of 8 experts": 64,
 }
 START_RATES = {
     "AdamW": {"lr": 2**-9, "other_lr": 2**-9},
     "Muon": {"lr": 2**-6, "other_lr": 2**-7},
     "SOAP": {"lr": 2**-6, "other_lr": 2**-7},
 }
-CELL = ("setup", "optimizer", "kind", "budget")  # what is compared at its own best width and rates
+RECIPES: dict[str, Row] = {  # options of an optimizer; "batch": the windows of a batch
+    "AdamW": {},
+    "Muon": {},
+    "SOAP": {},
+    "AdamW, beta2 .99": {"betas": (0.9, 0.99)},
+    "AdamW, batches of 2048": {"batch": 32},
+    "SOAP, a basis at every step": {"precondition_frequency": 1},
+    "SOAP, then the polar factor": {},
+}
 
 
 # ---- models and data -----------------------------------------------------------------------------
@@ -81,6 +97,9 @@ def build(setup: str, kind: str, width: int, seed: int, sizes: Row, device: str)
     if kind == "dense":
         structure = None if start.zero else structlin.Dense()
         return models.build(task, width, structure, seed, device, **gpt_seconds.PLAIN)
+    if kind in MIXED:
+        model = models.build(task, width, None, seed, device, **gpt_seconds.PLAIN)
+        return mix(model, MIXED[kind], start.weight_norm, device)
     mlp_rank, attention_rank = STRUCTURED[kind]
     attention = structlin.Dense() if attention_rank is None else BTT(rank=attention_rank)
     if kind.endswith("wide MLPs"):
@@ -88,6 +107,20 @@ def build(setup: str, kind: str, width: int, seed: int, sizes: Row, device: str)
     options = {"overrides": {"*attn*": attention}, "weight_norm": start.weight_norm}
     structure = BTT(rank=mlp_rank).activate()
     return models.build(task, width, structure, seed, device, **gpt_seconds.PLAIN | options)
+
+
+def mix(model: nn.Module, rank: int, weight_norm: bool, device: str) -> nn.Module:
+    """The model with mixtures in the place of its blocks' linear layers; SiLU in those of MLPs."""
+    for name, layer in list(model.blocks.named_modules()):
+        if not isinstance(layer, nn.Linear):
+            continue
+        family = BTT(rank=rank).activate() if "mlp" in name else BTT(rank=rank)
+        with torch.device(device):
+            mixture = mixtures.Mixture(
+                layer.in_features, layer.out_features, family, **EXPERTS, weight_norm=weight_norm
+            )
+        model.blocks.set_submodule(name, mixture)
+    return model
 
 
 class WideMLPs:
@@ -125,13 +158,44 @@ def make_optimizer(
     setup: str, optimizer: str, model: nn.Module, rates: Row, sizes: Row
 ) -> torch.optim.Optimizer:
     task = make_task(setup, 0, sizes)
-    base = models.build(task, sizes["base"], None, 0, "meta")
-    if optimizer == "AdamW":
+    base: Any = models.build(task, sizes["base"], None, 0, "meta")
+    widths = base_widths(model, sizes["base"])
+    if widths:
+        base = widths
+    recipe = {name: option for name, option in RECIPES[optimizer].items() if name != "batch"}
+    if kind_of(optimizer) == "AdamW":
+        recipe = {"betas": (0.9, 0.95)} | recipe
         return structlin.optim.AdamW(
-            model, rates["lr"], betas=(0.9, 0.95), weight_decay=0.0, base=base, fused=True
+            model, rates["lr"], weight_decay=0.0, base=base, fused=True, **recipe
         )
     kinds = {"Muon": structlin.optim.Muon, "SOAP": structlin.optim.SOAP}
-    return kinds[optimizer](model, **rates, base=base, momentum=gpt_seconds.MOMENTUM)
+    kinds |= {"SOAP, then the polar factor": PolarSOAP}
+    kind = kinds.get(optimizer, kinds[kind_of(optimizer)])
+    return kind(model, **rates, base=base, momentum=gpt_seconds.MOMENTUM, **recipe)
+
+
+class PolarEigenbases(Eigenbases):
+    """The polar factor of SOAP's direction."""
+
+    def find(self) -> Tensor:
+        return structlin.polar_factor(super().find())
+
+
+class PolarSOAP(structlin.optim.SOAP):
+    direction = PolarEigenbases
+
+
+def base_widths(model: nn.Module, base: int) -> dict[int, int]:
+    """The widths of a model's mixtures -> those of one dense layer at the base width, whose rates
+    each expert takes; empty without mixtures."""
+    scale = Fraction(base, model.ln_f.weight.numel())
+    widths = {}
+    for layer in model.modules():
+        if isinstance(layer, mixtures.Mixture):
+            widths[layer.in_features] = int(scale * layer.in_features)
+            widths[layer.experts.in_features] = int(scale * layer.in_features)
+            widths[layer.experts.out_features] = int(scale * layer.out_features)
+    return widths
 
 
 # ---- a run ---------------------------------------------------------------------------------------
@@ -141,9 +205,26 @@ def flops_of_a_step(setup: str, kind: str, width: int, sizes: Row) -> tuple[int,
     """Training FLOPs of one step (backward takes twice what forward does), and parameters."""
     task = make_task(setup, 0, sizes)
     model = build(setup, kind, width, 0, sizes, "meta")
+    params = sum(parameter.numel() for parameter in model.parameters())
+    flops_of_mixtures = 0
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, mixtures.Mixture):
+            flops_of_mixtures += layer.flops
+            model.set_submodule(name, Zeros(layer.out_features))
     cost = structlin.cost(model, task.heldout[0][0][:1].to("meta"))
     tokens = sizes[setup]["batch"] * task.tokens
-    return 3 * tokens * (cost.flops // task.tokens), cost.params
+    return 3 * tokens * (cost.flops // task.tokens + flops_of_mixtures), params
+
+
+class Zeros(nn.Module):
+    """Takes the place of a mixture where FLOPs are counted: its products depend on the data."""
+
+    def __init__(self, out_features: int) -> None:
+        super().__init__()
+        self.out_features = out_features
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.new_zeros(*x.shape[:-1], self.out_features)
 
 
 def train(
@@ -151,6 +232,7 @@ def train(
     seed: int, **sizes: Any,
 ) -> Row:  # fmt: skip
     """The validation and test losses after `budget` FLOPs; None where the run diverged."""
+    sizes[setup] = sizes[setup] | {"batch": RECIPES[optimizer].get("batch", sizes[setup]["batch"])}
     flops, params = flops_of_a_step(setup, kind, width, sizes)
     steps = max(2, round(budget / flops))
     task = make_task(setup, seed, sizes)
@@ -207,6 +289,7 @@ def follow(
         for group, rate in zip(descent.param_groups, base_rates, strict=True):
             group["lr"] = rate * share
         loss = training.cross_entropy(model, *task.batch(step))
+        loss = loss + BALANCE * mixtures.balance_of(model)
         if not math.isfinite(loss.item()):
             return None
         descent.zero_grad()
@@ -240,15 +323,30 @@ def save_checkpoint(
 
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     """Each cell by itself, the smallest budget first, since a budget starts from the one before."""
-    budgets = sorted(axes["budget"])
-    for position, budget in enumerate(budgets):
-        searches_rates = position < TUNED_BUDGETS and not runs.options.smoke
+    for budget in sorted(axes["budget"]):
+        searches_rates = budget <= LARGEST_TUNED and not runs.options.smoke
         for setup in axes["setup"]:
             for kind in axes["kind"]:
                 for optimizer in axes["optimizer"]:
                     cell = {"setup": setup, "optimizer": optimizer, "kind": kind, "budget": budget}
-                    search_cell(runs, cell, axes["seed"], searches_rates)
+                    if is_planned(cell):
+                        search_cell(runs, cell, axes["seed"], searches_rates)
     return runs.all()
+
+
+def is_planned(cell: Row) -> bool:
+    """Whether a cell is worth its hours. The large budgets are for dense and the best structured
+    kind; variants of optimizers for the same two at two budgets, on characters; mixtures for AdamW.
+    """
+    characters = cell["setup"] == "Python"
+    best_kinds = ("dense", "BTT r=4")
+    if cell["optimizer"] != kind_of(cell["optimizer"]):
+        return characters and cell["kind"] in best_kinds and cell["budget"] in (1e12, 5e12)
+    if cell["budget"] > 2e13:
+        return characters and cell["kind"] in best_kinds and cell["optimizer"] != "Muon"
+    if cell["budget"] > LARGEST_TUNED:
+        return cell["kind"] in best_kinds
+    return cell["kind"] not in MIXED or (characters and cell["optimizer"] == "AdamW")
 
 
 def search_cell(runs: Runs, cell: Row, seeds: Sequence[int], searches_rates: bool) -> None:
@@ -265,12 +363,18 @@ def search_cell(runs: Runs, cell: Row, seeds: Sequence[int], searches_rates: boo
 
 
 def start_of(rows: Sequence[Row], cell: Row) -> Row:
-    """Where the search of a cell begins: at the best of the next smaller budget that has been run,
-    whose width grows as the fourth root of the FLOPs."""
+    """Where the search of a cell begins: at the best of its own runs; or of those by the optimizer
+    of which its own is a variant; or of the next smaller budget that has been run, whose width
+    grows as the fourth root of the FLOPs."""
+    for optimizer in (cell["optimizer"], kind_of(cell["optimizer"])):
+        earlier = select(rows, **cell | {"optimizer": optimizer}, seed=0)
+        if earlier:
+            best = min(earlier, key=log_loss)
+            return cell | {name: best[name] for name in ("width", "lr", "other_lr")}
     same = {name: cell[name] for name in CELL if name != "budget"}
     smaller = [row for row in select(rows, **same) if row["budget"] < cell["budget"]]
     if not smaller:
-        rates = START_RATES[cell["optimizer"]]
+        rates = START_RATES[kind_of(cell["optimizer"])]
         return cell | rates | {"width": START_WIDTHS[cell["kind"]]}
     budget = max(row["budget"] for row in smaller)
     best = best_of(smaller, same | {"budget": budget})
@@ -284,9 +388,9 @@ def search_rates(runs: Runs, cell: Row, job: Row, rounds: int) -> Row:
     place = cell | {"width": job["width"]}
     for _ in range(rounds):
         candidates = [job]
-        for name in gpt_seconds.names_of(cell["optimizer"]):
+        for name in gpt_seconds.names_of(kind_of(cell["optimizer"])):
             candidates += [job | {name: job[name] * factor} for factor in (0.5, 2)]
-        if cell["optimizer"] == "AdamW":  # which has one rate
+        if kind_of(cell["optimizer"]) == "AdamW":  # which has one rate
             candidates = [each | {"other_lr": each["lr"]} for each in candidates]
         runs.of(candidate | {"seed": 0} for candidate in candidates)
         best = best_of(runs.all(), place)
@@ -313,211 +417,17 @@ def search_width(runs: Runs, cell: Row, job: Row, rounds: int) -> Row:
     return job
 
 
-def best_of(rows: Sequence[Row], place: Row) -> Row:
-    """The row of the lowest validation loss of seed 0."""
-    return min(select(rows, **place, seed=0), key=log_loss)
-
-
-# ---- the report ----------------------------------------------------------------------------------
-
-
-def tabulate(rows: Sequence[Row]) -> list[Row]:
-    """For each cell its best width and rates, and the test losses of all seeds there."""
-    table = []
-    cells = [{name: row[name] for name in CELL} for row in rows]
-    for cell in dict.fromkeys(tuple(cell.items()) for cell in cells):
-        place = dict(cell)
-        best = best_of(rows, place)
-        chosen = {name: best[name] for name in ("width", "lr", "other_lr", "steps", "params")}
-        same = select(rows, **place, width=best["width"], lr=best["lr"], other_lr=best["other_lr"])
-        by_seed = sorted(same, key=lambda row: row["seed"])
-        tests = [row["test"] for row in by_seed]
-        table.append(place | chosen | {"losses": tests, "widths": width_curve(rows, place)})
-    return sorted(
-        table, key=lambda row: (row["setup"], row["optimizer"], row["kind"], row["budget"])
-    )
-
-
-def width_curve(rows: Sequence[Row], place: Row) -> list[tuple[int, float]]:
-    """The lowest test loss of seed 0 at each width, at the rates that validation chose there."""
-    curve = []
-    for width in sorted({*values(select(rows, **place), "width")}):
-        test = best_of(rows, place | {"width": width})["test"]
-        if test is not None:
-            curve.append((width, test))
-    return curve
-
-
-def fronts(result: Row) -> str:
-    """A table: mean test losses at the best width, a line for each data, optimizer and kind."""
-    cells = {}
-    for row in result["table"]:
-        losses = [loss for loss in row["losses"] if loss is not None]
-        if losses:
-            line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
-            cells[line, f"{row['budget']:.0e}"] = f"{fmean(losses):.3f} (width {row['width']})"
-    return report.pivot(cells)
-
-
-Front = dict[float, list[float]]  # budget -> the test losses of all seeds, at the best width
-
-
-def front_of(table: Sequence[Row], seeds: int, **line: str) -> Front:
-    """The front of one setup, optimizer and kind, over the budgets at which so many seeds or
-    more ran, and none diverged."""
-    return {
-        row["budget"]: row["losses"]
-        for row in select(table, **line)
-        if len(row["losses"]) >= seeds and all(row["losses"])
-    }
-
-
-def flops_to_reach(loss: float, front: Mapping[float, float]) -> float:
-    """The FLOPs at which a front has this loss: a line between the logarithms of two budgets, the
-    last or the first two where the loss lies beyond them.
-
-    >>> round(flops_to_reach(1.5, {1e12: 2.0, 4e12: 1.0}) / 1e12, 3)
-    1.778
-    >>> round(flops_to_reach(1.0, {1e12: 4.0, 1e14: 2.0}) / 1e16, 3)
-    1.0
-    """
-    budgets = sorted(front)
-    below = next((budget for budget in budgets[1:] if front[budget] <= loss), budgets[-1])
-    above = budgets[budgets.index(below) - 1]
-    share = math.log(front[above] / loss) / math.log(front[above] / front[below])
-    return above * (below / above) ** share
-
-
-def compare(table: Sequence[Row]) -> list[Row]:
-    """Each structured front beside dense's of the same data and optimizer, budget by budget.
-
-    "above" holds for each seed by how many percent its loss lies above dense's. "compute" holds
-    for each seed how many times this budget dense needs for that loss; it is left out where dense
-    ran at one budget.
-    """
-    rows = []
-    for row in table:
-        line = {"setup": row["setup"], "optimizer": row["optimizer"]}
-        if row["kind"] == "dense" or not all(row["losses"]):
-            continue
-        dense = front_of(table, len(row["losses"]), kind="dense", **line)
-        if row["budget"] not in dense:
-            continue
-        pairs = zip(row["losses"], dense[row["budget"]], strict=False)  # dense may have more
-        compared = line | {"kind": row["kind"], "budget": row["budget"]}
-        compared["above"] = [100 * (loss / other - 1) for loss, other in pairs]
-        if len(dense) > 1:
-            compared["compute"] = [
-                flops_to_reach(loss, {budget: losses[seed] for budget, losses in dense.items()})
-                / row["budget"]
-                for seed, loss in enumerate(row["losses"])
-            ]
-        rows.append(compared)
-    return rows
-
-
-def span(numbers: Sequence[float], digits: str) -> str:
-    """The mean, and in brackets the least and the most of the seeds.
-
-    >>> span([1.0, 2.0, 4.5], ".1f")
-    '2.5 (1.0 to 4.5)'
-    """
-    ends = f"{min(numbers):{digits}} to {max(numbers):{digits}}"
-    return f"{fmean(numbers):{digits}} ({ends})" if len(numbers) > 1 else f"{numbers[0]:{digits}}"
-
-
-def distances(result: Row) -> str:
-    """A table: percent above dense, and the compute that dense needs, by budget."""
-    cells = {}
-    for row in compare(result["table"]):
-        line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
-        budget = f"{row['budget']:.0e}"
-        cells[line, f"{budget}: % above dense"] = span(row["above"], "+.1f")
-        if "compute" in row:
-            cells[line, f"{budget}: compute of dense"] = span(row["compute"], ".2f")
-    return report.pivot(cells)
-
-
-def numbers(result: Row) -> dict[str, str]:
-    """For the pages: by how much BTT of rank 4 differs from dense on characters, under names such
-    as "iso.AdamW_1e12"."""
-    texts = {"iso.runs": str(len(result["rows"]))}
-    for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
-        budget = f"{row['budget']:.0e}".replace("+", "")
-        texts[f"iso.{row['optimizer']}_{budget}"] = in_words(row["above"])
-    return texts | numbers_of_the_largest_budget(result) | numbers_of_a_longer_run(result)
-
-
-def numbers_of_the_largest_budget(result: Row) -> dict[str, str]:
-    """The same at the largest budget at which every optimizer has more than one seed, under names
-    such as "iso.adamw"."""
-    rows = select(compare(result["table"]), setup="Python", kind="BTT r=4")
-    above = {
-        (row["optimizer"], row["budget"]): row["above"] for row in rows if len(row["above"]) > 1
-    }
-    optimizers = {optimizer for optimizer, _ in above}
-    budget = max(
-        budget
-        for _, budget in above
-        if all((optimizer, budget) in above for optimizer in optimizers)
-    )
-    texts = {"iso.budget": f"{budget:.0e}".replace("+", "")}
-    for optimizer in optimizers:
-        texts[f"iso.{optimizer.lower()}"] = in_words(above[optimizer, budget])
-    return texts
-
-
-def in_words(above: Sequence[float]) -> str:
-    """By how much a loss differs from dense's in the mean of the seeds.
-
-    >>> in_words([-1.0, -2.0]), in_words([0.5])
-    ('1.5 % lower', '0.5 % higher')
-    """
-    mean = fmean(above)
-    return f"{abs(mean):.1f} % {'lower' if mean < 0 else 'higher'}"
-
-
-def numbers_of_a_longer_run(result: Row) -> dict[str, str]:
-    """Dense on characters by SOAP at the budget nearest to the FLOPs of dense 256 of `gpt_seconds`,
-    which is wider and trains on fewer tokens."""
-    place = {"setup": "Python", "kind": "dense", "optimizer": "SOAP"}
-    (wide,) = select(record.read("gpt_seconds")["table"], **place, width=256)
-    flops = wide["flops"] * wide["steps"]
-    longer = min(
-        select(result["table"], **place), key=lambda row: abs(math.log(row["budget"] / flops))
-    )
-    return {
-        "iso.longer_width": str(longer["width"]),
-        "iso.longer_steps": f"{longer['steps']:,}",
-        "iso.longer_loss": f"{fmean(longer['losses']):.3f}",
-        "iso.longer_flops": f"{100 * longer['budget'] / flops:.0f} %",
-        "iso.wide_loss": f"{fmean(wide['losses']):.3f}",
-    }
-
-
-def draw(result: Row) -> figures.Figure:
-    """Test losses against training FLOPs, a line for each kind and optimizer."""
-    points = [
-        {"setup": row["setup"], "line": f"{row['kind']}, {row['optimizer']}"}
-        | {"FLOPs": row["budget"], "loss": loss}
-        for row in result["table"]
-        for loss in row["losses"]
-        if loss is not None
-    ]
-    return figures.curves(points, "FLOPs", panel=["setup"], line=["line"], columns=2)
-
-
 EXPERIMENT = Experiment(
     name="iso_flops",
     about=__doc__,
-    numbers=numbers,
-    tables={"iso fronts": fronts, "iso distances": distances},
+    numbers=iso_report.numbers,
+    tables={"iso fronts": iso_report.fronts, "iso distances": iso_report.distances},
     run=train,
     axes={
         "setup": ["Python", "Wikipedia"],
-        "optimizer": ["AdamW", "Muon", "SOAP"],
-        "kind": ["dense", *STRUCTURED],
-        "budget": [1e12, 5e12, 2e13, 8e13],
+        "optimizer": [*RECIPES],
+        "kind": ["dense", *STRUCTURED, *MIXED],
+        "budget": [2.5e11, 1e12, 5e12, 2e13, 8e13],
         "width": [],
         "lr": [],
         "other_lr": [],
@@ -541,10 +451,10 @@ EXPERIMENT = Experiment(
         "budget": [1e8, 4e8],
         "seeds": 1,
     },
-    analyse=lambda rows: {"table": tabulate(rows)},
+    analyse=lambda rows: {"table": iso_report.tabulate(rows)},
     design=design,
-    show=lambda result: [fronts(result), distances(result)],
-    draw=draw,
+    show=iso_report.show,
+    draw=iso_report.draw,
 )
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def adamw(
 def muon(
     model: nn.Module, lr: float, width: int, alpha: float, **options: Any
 ) -> torch.optim.Optimizer:
-    return Muon(model, lr, other_lr=OTHER_LR, dualize="all", **_rules(width, alpha), **options)
+    return Muon(model, lr, other_lr=OTHER_LR, matrices="all", **_rules(width, alpha), **options)
 
 
 def _rules(width: int, alpha: float) -> dict[str, Any]:

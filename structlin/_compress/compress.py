@@ -10,12 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from .._convert.plan import Plan, Projection, Refined, check_values, project_by_weight, warn_of
 from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
 from .._model.select import Patterns
 from .._structure.arguments import MAX_STEPS, CheckedBy, Range, checked, require_choice
+from .experts import (
+    drop_unreached,
+    fold,
+    join_curves,
+    list_members,
+    list_offers_one_by_one,
+    list_targets_one_by_one,
+    unfold,
+    warn_of_rare_experts,
+)
 from .project import project_in_order
 from .replay import Replay, observe
 from .sensitivity import LOSSES, Loss, measure_sensitivities
@@ -53,6 +63,10 @@ def compress(
     compressed so far and towards its outputs in the dense one. Biases carry the change of the mean.
     The model runs in eval mode. Device, dtype, `requires_grad`, training mode and attributes that
     somebody has set on a layer stay. `convert` is for a model that starts afresh.
+
+    A parameter that holds the matrices of all experts of a mixture is a layer too: each matrix is
+    projected for the tokens that reach its expert, in the model compressed so far, and all of them
+    get the same structure. How they lie is read from transformers, or declared (`declare_weights`).
 
     Args:
         model: any module; it is changed.
@@ -127,7 +141,21 @@ def compress(
     >>> summary(model).params <= 0.5 * 2 * 64 * 256
     True
     """
-    planned = plan_compression(**locals())
+    planned = plan_compression(
+        model,
+        structure,
+        batches,
+        keep=keep,
+        count=count,
+        allocation=allocation,
+        loss=loss,
+        refine=refine,
+        include=include,
+        exclude=exclude,
+        overrides=overrides,
+        untie=untie,
+        progress=progress,
+    )
     warn_of(planned)
     return planned.apply()
 
@@ -194,10 +222,14 @@ class Measured:
         decisions = choose_sizes(self.decisions, share, self.curves)
         targets = list_targets(decisions)
         layers, blocks = dict[str, Projection](), dict[str, Refined]()
+        alone = list_targets_one_by_one(targets)
         if self.replay is not None:
-            layers, blocks = project_in_order(self.replay, targets, self.outputs, refine, progress)
+            layers, blocks = project_in_order(self.replay, alone, self.outputs, refine, progress)
+            layers = fold(targets, layers, by_data=True)
+            warn_of_rare_experts(targets, layers)
         elif not all(target.layer.matrix.is_meta for target in targets):
-            layers = {target.layer.name: project_by_weight(*target) for target in targets}
+            layers = {target.layer.name: project_by_weight(*target) for target in alone}
+            layers = fold(targets, layers, by_data=False)
         return Plan(self.model, decisions, layers, blocks, untie=self.untie)
 
 
@@ -213,18 +245,41 @@ def measure(
 ) -> Measured:
     """What the sizes that layers could have would lose, see `plan_compression`."""
     _check_share(share, batches, loss)
-    decisions = decide(model, structure, sizes_open=share.keep is not None, **selection)
+    decisions = decide(
+        model, structure, sizes_open=share.keep is not None, experts=True, **selection
+    )
     require_matrices(decisions, "compress")
+    if share.count == "flops":
+        _refuse_experts(decisions)
     layers = [decision.layer for decision in decisions if decision.structure is not None]
     if batches is not None or not all(layer.matrix.is_meta for layer in layers):
         check_values(layers)
-    replay, outputs, offers = None, dict[nn.Module, Tensor](), list_offers(decisions, share)
+    replay = None
+    outputs: Weights = {}
+    offers = list_offers(decisions, share)
+    members = list_members(layers)
     if batches is not None:
-        replay = observe(model, [layer.module for layer in layers], batches, memory=memory)
+        original = unfold(model, layers)
+        modules = [member.module for member in members]
+        replay = observe(model, modules, batches, original, memory=memory)
         if share.allocation == "sensitivity":
-            outputs = measure_sensitivities(replay, layers, loss, progress)
-    curves = measure_curves(replay, offers, outputs, loss, progress)
+            outputs = measure_sensitivities(replay, members, loss, progress)
+            outputs = drop_unreached(outputs, layers)
+    alone = list_offers_one_by_one(offers, outputs)
+    curves = measure_curves(replay, alone, outputs, loss, progress)
+    curves = join_curves(offers, curves, by_harm=bool(outputs))
     return Measured(model, decisions, curves, selection["untie"], replay, outputs)
+
+
+def _refuse_experts(decisions: Iterable[Decision]) -> None:
+    """Raises: ValueError: how many of a parameter's experts a token takes is not known."""
+    for decision in decisions:
+        layer = decision.layer
+        if decision.structure is not None and layer.count > 1:
+            raise ValueError(
+                f"count='flops': how many of the experts of {layer.name!r} a token takes is not "
+                f"known; take count='params', or exclude={[layer.name]}"
+            )
 
 
 def _check_share(share: Share, batches: object, loss: Loss) -> None:

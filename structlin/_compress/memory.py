@@ -127,7 +127,7 @@ class Memory:
         return _Slot(offset, nbytes)
 
     def _write(self, storage: torch.UntypedStorage, slot: _Slot) -> None:
-        host = storage if storage.device.type == "cpu" else storage.cpu()
+        host = storage if storage.device.type == "cpu" else storage.cpu()  # type: ignore[no-untyped-call]
         left = _bytes_of(host)
         try:
             if self._file is None:
@@ -146,7 +146,7 @@ class Memory:
     def _read(self, storage: torch.UntypedStorage, slot: _Slot) -> None:
         assert self._file is not None  # which has written it
         on_host = storage.device.type == "cpu"
-        host = storage if on_host else torch.UntypedStorage(slot.nbytes)
+        host = storage if on_host else torch.UntypedStorage(slot.nbytes)  # type: ignore[no-untyped-call]
         left = _bytes_of(host)
         self._file.seek(slot.offset)
         while left:

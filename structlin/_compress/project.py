@@ -31,6 +31,7 @@ from .._layer.linear import StructuredLinear
 from .._model.blocks import blocks_of_layers
 from .._model.calls import first_tensor
 from .._model.decide import Target
+from .._model.stacks import ExpertMatrix
 from .._projection.matrices import divide_norms
 from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
@@ -93,7 +94,9 @@ def project_in_order(
 
 
 def _warn_of_few_tokens(targets: Sequence[Target], projections: Mapping[str, Projection]) -> None:
-    unseen = [name for name, projection in projections.items() if projection.tokens is None]
+    targets = [target for target in targets if not isinstance(target.layer, ExpertMatrix)]
+    layers = [target.layer.name for target in targets]
+    unseen = [name for name in layers if projections[name].tokens is None]
     if unseen:
         names = ", ".join(unseen)
         warn(f"compress: no input that varies reached {names}: projected by weight alone")
@@ -327,7 +330,7 @@ class _Compressed:
         moments = Moments(centred=centred, weight=layer.matrix if narrows else None)
         self._inputs = inputs
         self._moments = moments
-        pairs = _pair_inputs(visit.waits)
+        pairs = _pair_inputs(visit.waits, are_tokens_same=not isinstance(layer, ExpertMatrix))
         # up to the first projected layer both runs agree, and one covariance is enough
         are_equal = all(_are_equal(pair, visit.memory) for pair in pairs)
         for pair in pairs:
@@ -411,9 +414,13 @@ class _Pair(NamedTuple):
     masks: list[Tensor]
 
 
-def _pair_inputs(waits: Sequence[Wait]) -> list[_Pair]:
+def _pair_inputs(waits: Sequence[Wait], *, are_tokens_same: bool) -> list[_Pair]:
     """The inputs with which the runs wait. If they do not fit in all calls, the compressed model's
-    alone, with themselves; the dense model's where no compressed run is there."""
+    alone, with themselves; the dense model's where no compressed run is there.
+
+    `are_tokens_same`: whether inputs of one shape are of the same tokens. To an expert a router may
+    send as many others.
+    """
     pairs: list[_Pair] = []
     of_dense: list[_Pair] = []
     of_compressed: list[_Pair] = []
@@ -427,7 +434,7 @@ def _pair_inputs(waits: Sequence[Wait]) -> list[_Pair]:
             of_dense.append(_Pair(x, x, masks))
         if z is not None:
             of_compressed.append(_Pair(z, z, masks))
-    if len(pairs) == len(waits):
+    if are_tokens_same and len(pairs) == len(waits):
         return pairs
     return of_compressed or of_dense
 

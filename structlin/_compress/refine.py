@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._convert.plan import Refined
+from .._convert.plan import NewVector, Refined
 from .._layer.linear import StructuredLinear
 from .._model.calls import first_tensor
 from .._projection.matrices import divide_norms
@@ -103,7 +103,7 @@ def refine(
         outputs = [_run_again(example, new, vectors) for example in examples]
         error = _measure(examples, outputs)
         if error < error_before:
-            changed = [(module, name, vector.detach()) for module, name, vector in vectors]
+            changed = [NewVector(module, name, vector.detach()) for module, name, vector in vectors]
             return Refined(error_before, error, changed), outputs
         for parameter, values in zip(parameters, values_before, strict=True):
             parameter.data.copy_(values)

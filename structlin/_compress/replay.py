@@ -355,6 +355,7 @@ def observe(
     model: nn.Module,
     layers: Collection[nn.Module],
     batches: Iterable[Any] | Callable[[], Iterable[Any]],
+    original: Replica | None = None,
     *,
     memory: float | None = None,
 ) -> Replay:
@@ -364,6 +365,7 @@ def observe(
     those; otherwise all are run.
 
     Args:
+        original: the replica of which runs have replicas; None: of the model as it is.
         memory: gigabytes of waiting runs, see `Memory`; what can be read again is then not held.
 
     Raises:
@@ -380,7 +382,7 @@ def observe(
     calls = read_batches(model, batches, memory)
     if not len(calls):
         raise ValueError("batches has no batch; a generator can be read only once")
-    replay = Replay(model, calls, memory=memory)
+    replay = Replay(model, calls, original=original, memory=memory)  # type: ignore[arg-type]
 
     def find_order(call: Call) -> list[nn.Module]:
         order: list[nn.Module] = []

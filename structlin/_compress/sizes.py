@@ -89,6 +89,8 @@ def list_offers(decisions: Sequence[Decision], share: Share) -> Offers:
                 "keeps it as it is, and a family such as LowRank(rank=1) has sizes"
             )
         sizes = list_sizes(structure, layer.in_features, layer.out_features, share.count)
+        if layer.count > 1:  # all matrices of experts get the same
+            sizes = tuple(size._replace(cost=size.cost * layer.count) for size in sizes)
         offers.append(Offer(layer, sizes))
         if len(sizes) == 1:  # dense alone
             kind = type(structure.of if isinstance(structure, Split) else structure).__name__

@@ -6,6 +6,7 @@ from .._hosts.registry import find_declare
 from .._layer.quantized import QuantizedLinear
 from .._model.linears import Replacement, build_dense_layer, replace_layers, structured_layers
 from .._model.obstacles import find_reason_to_keep, require_replaceable
+from .._model.stacks import build_dense_experts, find_reason_to_keep_experts, structured_experts
 from .._structure.arguments import checked
 
 
@@ -39,7 +40,8 @@ def densify(model: nn.Module) -> nn.Module:
     """
     require_replaceable(model)
     layers = structured_layers(model)
-    if not layers:
+    experts = structured_experts(model)
+    if not layers and not experts:
         raise ValueError(f"model={type(model).__name__} has no structured layer")
     declare = find_declare(model)
     for layer, module in layers:
@@ -47,5 +49,12 @@ def densify(model: nn.Module) -> nn.Module:
         reason = find_reason_to_keep(module, QuantizedLinear)
         if reason:
             raise ValueError(f"layer {layer.name!r} {reason}")
+    for stack, names in experts.items():
+        stack.structure.require_matrix(f"experts {names[0]!r}: densify")
+        reason = find_reason_to_keep_experts(stack)
+        if reason:
+            raise ValueError(f"experts {names[0]!r}: {reason}")
     replacements = [Replacement(layer.names, build_dense_layer(module)) for layer, module in layers]
+    for stack, names in experts.items():
+        replacements.append(Replacement(names, build_dense_experts(stack)))
     return replace_layers(model, replacements, lambda model, undo: declare(model))

@@ -9,15 +9,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import isclose
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .._hosts import registry
 from .._hosts.transformers import is_conv1d
+from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear, uninitialised
-from .._model.decide import Decision
+from .._model.decide import Decision, list_targets
 from .._model.linears import (
     Layer,
     Replacement,
@@ -26,6 +27,7 @@ from .._model.linears import (
     require_unchanged,
 )
 from .._model.obstacles import carry_attributes, require_replaceable
+from .._model.stacks import ExpertsLayer
 from .._model.transaction import Step
 from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
@@ -46,6 +48,43 @@ class Projection:
     bias: Tensor | None = field(default=None, repr=False)  #: None: it stays as it is
     tokens: int | None = None  #: that calibrated the layer
 
+    def count_fewest(self, layer: Layer) -> int:
+        """The tokens that calibrated the layer; its features if none did."""
+        return self.tokens or layer.in_features
+
+    def tell_few(self, layer: Layer) -> str:
+        """The end of a cell about the layer's error where these tokens are few."""
+        tokens = self.count_fewest(layer)
+        return f" of {tokens} tokens: few" if tokens < layer.in_features else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsProjection(Projection):
+    """What is left of the matrices of all experts in one parameter. The error is the root mean
+    square of those of the matrices."""
+
+    #: that calibrated each; 0: it is projected by weight alone; none at all without data
+    tokens_of_experts: Sequence[int] = ()
+
+    def count_fewest(self, layer: Layer) -> int:
+        return min(self.tokens_of_experts, default=layer.in_features)
+
+    def tell_few(self, layer: Layer) -> str:
+        few = [n for n, tokens in enumerate(self.tokens_of_experts) if tokens < layer.in_features]
+        if not few:
+            return ""
+        rarest = min(few, key=self.tokens_of_experts.__getitem__)
+        others = f" and {len(few) - 1} more" if len(few) > 1 else ""
+        return f" of {self.tokens_of_experts[rarest]} tokens in expert {rarest}{others}: few"
+
+
+class NewVector(NamedTuple):
+    """A parameter of one dimension, and the values that it gets."""
+
+    module: nn.Module
+    name: str
+    values: Tensor
+
 
 @dataclass(frozen=True)
 class Refined:
@@ -53,8 +92,15 @@ class Refined:
 
     before: float  #: error of the block's output, relative to that of the dense block
     after: float
-    #: parameters of one dimension of modules that stay: module, name and new values
-    vectors: Sequence[tuple[nn.Module, str, Tensor]] = field(default=(), repr=False)
+    #: new values of parameters of one dimension, of modules that stay
+    vectors: Sequence[NewVector] = field(default=(), repr=False)
+
+
+class BlockErrors(NamedTuple):
+    """The relative errors of a block's output, before and after refinement."""
+
+    before: float
+    after: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +144,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         self._used = False
-        self._snapshots = [*self._take_snapshots()]
+        self._snapshots = list(self._take_snapshots())
 
     @property
     def errors(self) -> dict[str, float]:
@@ -108,13 +154,13 @@ class Plan:
         layer's input in the dense model, z in the model whose earlier layers are compressed, both
         with their means taken off where a bias carries them.
         """
-        names = (decision.layer.name for decision in self.decisions)
+        names = [decision.layer.name for decision in self.decisions]
         return {name: self.projections[name].error for name in names if name in self.projections}
 
     @property
-    def blocks(self) -> dict[str, tuple[float, float]]:
+    def blocks(self) -> dict[str, BlockErrors]:
         """The relative error of each refined block's output, before and after refinement."""
-        return {name: (block.before, block.after) for name, block in self.refined.items()}
+        return {name: BlockErrors(b.before, b.after) for name, b in self.refined.items()}
 
     def apply(self) -> nn.Module:
         """Swap the layers in place; all new layers are built before the first one is swapped in.
@@ -132,16 +178,16 @@ class Plan:
         """
         if self._used:
             raise ValueError("a plan is applied once; make a new one")
-        targets = [d.layer for d in self.decisions if d.resolved is not None]
-        for layer in targets if self.init == "project" else ():
-            if layer.name not in self.projections:
+        targets = list_targets(self.decisions)
+        for layer, _ in targets:
+            if self.init == "project" and layer.name not in self.projections:
                 raise ValueError(
                     f"layer {layer.name!r} was on the meta device, so that this plan has its size "
                     "alone; load the weights, and make a new one"
                 )
         require_replaceable(self.model)
         declare = registry.find_declare(self.model)
-        require_unchanged(self.model, targets)
+        require_unchanged(self.model, [layer for layer, _ in targets])
         self._require_same_values()
         replacements = []
         for decision in self.decisions:
@@ -161,42 +207,69 @@ class Plan:
 
     @torch.no_grad()
     def _write_values(self, undo: list[Step]) -> None:
-        """Fill the biases and norms that stay in the model."""
+        """Write new values into the biases and norms that stay in the model."""
         for snapshot in self._snapshots:
             parameter = snapshot.parameter
             if snapshot.values is not None and parameter is not None:
                 undo.append(partial(parameter.data.copy_, parameter.detach().clone()))
                 parameter.copy_(snapshot.values)
 
-    def _build_layer(self, decision: Decision, structure: Structure) -> StructuredLinear:
-        layer, old = decision.layer, decision.layer.module
-        norm = {"weight_norm": self.weight_norm}
+    def _build_layer(self, decision: Decision, structure: Structure) -> nn.Module:
+        layer = decision.layer
+        if isinstance(layer, ExpertsLayer):
+            return self._build_experts(layer, decision, structure)
         if self.init == "project":
-            new = build_layer(layer, structure, self.projections[layer.name].cores, **norm)
+            cores = self.projections[layer.name].cores
+            new = build_layer(layer, structure, cores, weight_norm=self.weight_norm)
         else:
-            rule = "mup" if self.init == "match" else self.init
-            options: dict[str, Any] = {"init": rule, "zero_init": decision.zero_init, **norm}
-            options |= {"device": layer.matrix.device, "dtype": layer.matrix.dtype, "bias": False}
-            new = uninitialised(layer.in_features, layer.out_features, structure, **options)
-            if self.init == "match" and not layer.matrix.is_meta:
-                new.match_norm_(0.0 if decision.zero_init else float(layer.matrix.float().norm()))
-            else:
-                new.reset_parameters()
-        new.label, new.conv1d = label(decision.structure or structure), is_conv1d(old)
+            new = self._draw_layer(layer, structure, decision.zero_init)
+        old = layer.module
+        new.label = label(decision.structure or structure)
+        new.conv1d = is_conv1d(old)
         for parameter in new.parameters():
             parameter.requires_grad_(old.get_parameter("weight").requires_grad)
         new.bias = old._parameters.get("bias")  # the same: its values, hooks, ties, requires_grad
         carry_attributes(old, new)
         return new.train(old.training)
 
+    def _build_experts(
+        self, layer: ExpertsLayer, decision: Decision, structure: Structure
+    ) -> StructuredExperts:
+        cores = self.projections[layer.name].cores
+        new = StructuredExperts(layer.lay, structure, device="meta", dtype=cores[0].dtype)
+        new.cores = nn.ParameterList(cores)
+        new.label = label(decision.structure or structure)
+        new._undrawn = False
+        return new.requires_grad_(layer.trains).train(layer.owner.training)
+
+    def _draw_layer(self, layer: Layer, structure: Structure, zero_init: bool) -> StructuredLinear:
+        """A layer, without bias, that starts afresh."""
+        new = uninitialised(
+            layer.in_features,
+            layer.out_features,
+            structure,
+            bias=False,
+            weight_norm=self.weight_norm,
+            init="mup" if self.init == "match" else self.init,
+            zero_init=zero_init,
+            device=layer.matrix.device,
+            dtype=layer.matrix.dtype,
+        )
+        if self.init != "match" or layer.matrix.is_meta:
+            new.reset_parameters()
+            return new
+        norm = layer.matrix.float().norm().item()
+        return new.match_norm_(0.0 if zero_init else norm)
+
     def _take_snapshots(self) -> Iterator[Snapshot]:
         """The parameters whose values this plan was made of."""
         for decision in self.decisions:
-            layer, projection = decision.layer, self.projections.get(decision.layer.name)
+            layer = decision.layer
+            projection = self.projections.get(layer.name)
             if projection is None:
                 continue
             owner = f"layer {layer.name!r}"
-            yield _take_snapshot(owner, layer.module, "weight", None)
+            yield _take_snapshot(owner, *layer.holder, None)
             if projection.bias is not None:
                 yield _take_snapshot(owner, layer.module, "bias", projection.bias)
         for block_name, block in self.refined.items():
@@ -209,71 +282,82 @@ class Plan:
             parameter = snapshot.parameter if snapshot.module in present else None
             if parameter is None:
                 raise ValueError(f"{snapshot.owner} got other weights after this plan; {_AGAIN}")
-            for what in ("dtype", "device"):
-                now, then = getattr(parameter, what), getattr(snapshot, what)
-                if now != then:
+            for attribute in ("dtype", "device"):
+                now = getattr(parameter, attribute)
+                before = getattr(snapshot, attribute)
+                if now != before:
                     raise ValueError(
-                        f"{snapshot.owner} has {what} {now}, and had {then} when this plan was "
-                        f"made; {_AGAIN}, or take the model back to {then}"
+                        f"{snapshot.owner} has {attribute} {now}, and had {before} when this plan "
+                        f"was made; {_AGAIN}, or take the model back to {before}"
                     )
             if not isclose(_sum_up(parameter), snapshot.checksum, rel_tol=1e-9):
                 raise ValueError(f"{snapshot.owner} got other weights after this plan; {_AGAIN}")
 
     def __str__(self) -> str:
-        counts = "params", "/dense", "FLOPs/token", "/dense"
-        table = Table("layer", "x", "role", "in -> out", "structure", *counts, "error")
-        alike = defaultdict[str, list[str]](list)
+        columns = ["layer", "x", "role", "in -> out", "structure"]
+        table = Table(*columns, "params", "/dense", "FLOPs/token", "/dense", "error")
+        names_of_pattern = defaultdict[str, list[str]](list)
         groups = defaultdict[tuple[object, ...], list[Decision]](list)
         for decision in self.decisions:
             layer = decision.layer
             pattern = hide_numbers(layer.name)
-            what = label(decision.structure) if decision.structure else decision.reason
-            alike[pattern].append(layer.name)
-            groups[pattern, layer.role, layer.in_features, layer.out_features, what].append(
-                decision
-            )
+            names_of_pattern[pattern].append(layer.name)
+            result = label(decision.structure) if decision.structure else decision.reason
+            key = (pattern, layer.role, layer.in_features, layer.out_features, result)
+            groups[key].append(decision)
         for group in groups.values():
             names = [decision.layer.name for decision in group]
-            table.row(name_group(names, alike[hide_numbers(names[0])]), *self._show(group))
-        for loose in group_loose_matrices(self.model):
+            name = name_group(names, names_of_pattern[hide_numbers(names[0])])
+            table.row(name, *self._show(group))
+        decided = [decision.layer.name for decision in self.decisions]
+        for loose in group_loose_matrices(self.model, without=decided):
             reason = f"- (a parameter, no linear layer: {loose.stepped_by})"
             table.row(loose.name, loose.count, loose.role, loose.size, reason)
         return str(table)
 
     def _show(self, group: Sequence[Decision]) -> list[str]:
         """The cells from "x" to "error" of layers that are equal but for their errors."""
-        layer, structure, new = group[0].layer, group[0].structure, group[0].resolved
-        cells = [f"{len(group)}", layer.role, f"{layer.in_features} -> {layer.out_features}"]
-        if new is None or structure is None:
-            return [*cells, f"- ({group[0].reason})"]
-        params = len(group) * new.params
-        flops = len(group) * new.flops
-        dense = len(group) * layer.in_features * layer.out_features
-        cells += [label(structure), f"{params:,}", percent(params, dense)]
-        cells += [f"{flops:,}", percent(flops, 2 * dense)]
+        decision = group[0]
+        layer = decision.layer
+        count = sum(decision.layer.count for decision in group)  # of matrices
+        cells = [f"{count}", layer.role, f"{layer.in_features} -> {layer.out_features}"]
+        if decision.resolved is None or decision.structure is None:
+            return [*cells, f"- ({decision.reason})"]
+        params = count * decision.resolved.params
+        flops = count * decision.resolved.flops
+        dense_params = count * layer.in_features * layer.out_features
+        cells += [label(decision.structure), f"{params:,}", percent(params, dense_params)]
+        # a token takes some of the experts, as it did before
+        flops_per_token = "of its experts" if layer.count > 1 else f"{flops:,}"
+        cells += [flops_per_token, percent(flops, 2 * dense_params)]
         names = [decision.layer.name for decision in group]
         projections = [self.projections[name] for name in names if name in self.projections]
         if not projections:
             return cells
-        errors = sorted(projection.error for projection in projections)
-        least, most = f"{errors[0]:.4f}", f"{errors[-1]:.4f}"
+        errors = [projection.error for projection in projections]
+        least = f"{min(errors):.4f}"
+        most = f"{max(errors):.4f}"
         error = least if least == most else f"{least} to {most}"
-        tokens = min(projection.tokens or layer.in_features for projection in projections)
-        if tokens < layer.in_features:
-            error += f" of {tokens} tokens: few"
-        return [*cells, error]
+        rarest = min(projections, key=lambda projection: projection.count_fewest(layer))
+        return [*cells, error + rarest.tell_few(layer)]
 
 
 def build_layer(
     layer: Layer, structure: Structure, cores: Sequence[Tensor], *, weight_norm: bool = False
 ) -> StructuredLinear:
-    """The layer, without bias, that multiplies by these cores. It holds them, and no copies."""
-    widths = layer.in_features, layer.out_features
-    options: dict[str, Any] = {"bias": False, "dtype": cores[0].dtype}
+    """The layer, without bias, that multiplies by these cores. It holds the cores themselves, and
+    copies where it normalises them."""
+    new = uninitialised(
+        layer.in_features,
+        layer.out_features,
+        structure,
+        bias=False,
+        weight_norm=weight_norm,
+        device=cores[0].device if weight_norm else "meta",
+        dtype=cores[0].dtype,
+    )
     if weight_norm:
-        options |= {"weight_norm": True, "device": cores[0].device}
-        return uninitialised(*widths, structure, **options).set_cores_(cores)
-    new = uninitialised(*widths, structure, device="meta", **options)
+        return new.set_cores_(cores)
     new.cores = nn.ParameterList(cores)
     return new
 
@@ -298,8 +382,8 @@ def check_values(layers: Sequence[Layer]) -> None:
 
 def _take_snapshot(owner: str, module: nn.Module, name: str, values: Tensor | None) -> Snapshot:
     parameter = module.get_parameter(name)
-    state = parameter.dtype, parameter.device, _sum_up(parameter)
-    return Snapshot(owner, module, name, *state, values)
+    checksum = _sum_up(parameter)
+    return Snapshot(owner, module, name, parameter.dtype, parameter.device, checksum, values)
 
 
 @torch.no_grad()
@@ -322,44 +406,63 @@ def warn_of(planned: Plan) -> None:
     hooked = [d.layer.name for d in planned.decisions if d.reason.startswith("has hooks")]
     if hooked:
         texts.append(f"left dense, for they have hooks, which would be lost: {', '.join(hooked)}")
-    if loose := find_loose_matrices(planned.model):
+    decided = {decision.layer.name for decision in planned.decisions}
+    loose = [each for each in find_loose_matrices(planned.model) if each.name not in decided]
+    if loose:
         names = ", ".join(map(str, loose))
         texts.append(f"left dense, for they are parameters and no linear layers: {names}")
-    fresh = [d.layer for d in planned.decisions if d.structure is not None and not d.zero_init]
-    if planned.init == "match" and (unknown := [x.name for x in fresh if x.matrix.is_meta]):
-        texts.append(
-            "init='match' takes the scale of the dense weights, and these have no values (meta): "
-            f"{', '.join(unknown[:5])}; they start by init='mup'"
-        )
+    if planned.init == "match":
+        texts += _list_unmatched(planned)
     source = registry.source_of(planned.model)
     if source and planned.init != "project":
-        afresh = f"init={planned.init!r} starts its converted layers afresh"
-        texts.append(f"the model was loaded from {source!r}: {afresh}")
+        texts.append(
+            f"the model was loaded from {source!r}: init={planned.init!r} starts its converted "
+            "layers afresh"
+        )
     texts += registry.warnings_of_parts(planned.model)
     for text in texts:
         warn(text)
 
 
-def _list_growth(planned: Plan) -> list[str]:
-    grown: dict[str, list[str]] = {"parameters": [], "FLOPs per token": []}
+def _list_unmatched(planned: Plan) -> list[str]:
+    """The layers without values whose scale init="match" would take."""
+    names = []
     for decision in planned.decisions:
-        layer, new = decision.layer, decision.resolved
-        dense = layer.in_features * layer.out_features
-        if new is not None and new.params > dense:
-            grown["parameters"].append(f"{layer.name} ({dense:,} -> {new.params:,})")
-        elif new is not None and new.flops > 2 * dense:
-            grown["FLOPs per token"].append(f"{layer.name} ({2 * dense:,} -> {new.flops:,})")
+        starts_afresh = decision.structure is not None and not decision.zero_init
+        if starts_afresh and decision.layer.matrix.is_meta:
+            names.append(decision.layer.name)
+    if not names:
+        return []
     return [
-        f"these layers grow, in {of}: {', '.join(names)}" for of, names in grown.items() if names
+        "init='match' takes the scale of the dense weights, and these have no values (meta): "
+        f"{', '.join(names[:5])}; they start by init='mup'"
     ]
 
 
+def _list_growth(planned: Plan) -> list[str]:
+    growing = defaultdict[str, list[str]](list)
+    for layer, structure in list_targets(planned.decisions):
+        params = layer.in_features * layer.out_features
+        flops = 2 * params
+        if structure.params > params:
+            growing["parameters"].append(f"{layer.name} ({params:,} -> {structure.params:,})")
+        elif structure.flops > flops:
+            growing["FLOPs per token"].append(f"{layer.name} ({flops:,} -> {structure.flops:,})")
+    texts = []
+    for unit in ("parameters", "FLOPs per token"):
+        if growing[unit]:
+            texts.append(f"these layers grow, in {unit}: {', '.join(growing[unit])}")
+    return texts
+
+
 def _list_padding(planned: Plan) -> list[str]:
-    padded: dict[str, list[str]] = {}
+    names_of_text = defaultdict[str, list[str]](list)
     for decision in planned.decisions:
-        layer, given, new = decision.layer, decision.structure, decision.resolved
-        if new is None or given is None:
+        layer = decision.layer
+        if decision.resolved is None or decision.structure is None:
             continue
-        if text := explain_padding(given, new, layer.in_features, layer.out_features):
-            padded.setdefault(f"{label(given)}: {text}", []).append(repr(layer.name))
-    return [f"layer {', '.join(names)}: {text}" for text, names in padded.items()]
+        widths = (layer.in_features, layer.out_features)
+        padding = explain_padding(decision.structure, decision.resolved, *widths)
+        if padding:
+            names_of_text[f"{label(decision.structure)}: {padding}"].append(repr(layer.name))
+    return [f"layer {', '.join(names)}: {text}" for text, names in names_of_text.items()]

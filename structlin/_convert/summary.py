@@ -1,7 +1,7 @@
 """`summary`: the linear layers of a model, row by row, against the same layers dense."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear
 from .._layer.quantized import QuantizedLinear
 from .._model.linears import Layer, LooseMatrices, find_loose_matrices, linear_layers
 from .._model.parameters import parameters_of
+from .._model.stacks import structured_experts
 from .._structure.arguments import checked
 from .._tables import Table, hide_numbers, name_group, percent
 
@@ -186,14 +188,21 @@ def summary(model: nn.Module, *, tokens: int | None = None) -> Summary:
     for row in merged.values():
         rows.append(replace(row, name=name_group(row.names, names_of_pattern[row.name])))
     sizes = [p.numel() for p in model.parameters() if p not in matrices]
-    return Summary(tuple(rows), sum(sizes), tuple(group_loose_matrices(model)))
+    loose = [*group_loose_matrices(model), *_group_structured_experts(model)]
+    return Summary(tuple(rows), sum(sizes), tuple(loose))
 
 
-def group_loose_matrices(model: nn.Module) -> list[LooseRow]:
-    """A row for parameters of matrices that no linear layer holds, alike ones in one row."""
+def group_loose_matrices(model: nn.Module, without: Collection[str] = ()) -> list[LooseRow]:
+    """A row for parameters of matrices that no linear layer holds, alike ones in one row.
+
+    Args:
+        without: names of parameters that have rows elsewhere.
+    """
     groups = defaultdict[tuple[object, ...], list[LooseMatrices]](list)
     names_of_pattern = defaultdict[str, list[str]](list)
     for matrices in find_loose_matrices(model):
+        if matrices.name in without:
+            continue
         pattern = hide_numbers(matrices.name)
         names_of_pattern[pattern].append(matrices.name)
         groups[pattern, matrices.shape, matrices.size].append(matrices)
@@ -205,6 +214,35 @@ def group_loose_matrices(model: nn.Module) -> list[LooseRow]:
         example = group[0]
         params = len(group) * prod(example.shape)
         rows.append(LooseRow(name, example.role, count, example.size, params, example.stepped_by))
+    return rows
+
+
+def _group_structured_experts(model: nn.Module) -> list[LooseRow]:
+    """A row for the structured experts of what was one parameter, alike ones in one row."""
+    groups = defaultdict[tuple[object, ...], list[StructuredExperts]](list)
+    alike = defaultdict[str, list[str]](list)
+    names = structured_experts(model)
+    for stack, names_of_stack in names.items():
+        pattern = hide_numbers(names_of_stack[0])
+        alike[pattern].append(names_of_stack[0])
+        groups[pattern, stack.lay, stack.structure, stack.label].append(stack)
+    rows = []
+    for group in groups.values():
+        first = group[0]
+        lay = first.lay
+        first_names = [names[stack][0] for stack in group]
+        count = len(group) * lay.count
+        share = percent(first.structure.params, lay.fan_in * lay.fan_out)
+        rows.append(
+            LooseRow(
+                name=name_group(first_names, alike[hide_numbers(first_names[0])]),
+                role="experts",
+                matrices=count,
+                size=f"{lay.fan_in} -> {lay.fan_out}",
+                params=count * first.structure.params,
+                stepped_by=f"{first.label}, {share} of dense; Muon and SOAP step each matrix",
+            )
+        )
     return rows
 
 

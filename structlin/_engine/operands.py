@@ -12,9 +12,11 @@ from .._tensors import require_real
 
 
 def check_cores(structure: Structure, cores: Sequence[Tensor]) -> None:
+    """Refuse cores that are not one tensor per core, of its shape, all of a dtype and device."""
     if not isinstance(structure, Structure):
         raise TypeError(f"structure={show(structure)} must be a Structure, such as layer.structure")
-    if not isinstance(cores, Sized) or (isinstance(cores, Tensor) and not cores.ndim):
+    has_length = isinstance(cores, Sized) and not (isinstance(cores, Tensor) and cores.ndim == 0)
+    if not has_length:
         raise TypeError(f"cores={show(cores)} must be a list of tensors")
     if len(cores) != len(structure.cores):
         raise ValueError(

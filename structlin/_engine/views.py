@@ -197,27 +197,23 @@ def _widen(x: Tensor, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Axis:
-    """A run of axes of x, of y, or of an activation between two cores."""
-
-    size: int
-    is_fan_out: bool  #: of the core before; or else it counts that core's blocks
-    is_fan_in: bool  #: of the core after; or else it counts that core's blocks
-
-
-@dataclass(frozen=True)
 class Place:
-    """x, y or an activation between two cores: its axes in three orders, the tokens left out."""
+    """x, y or an activation between two cores, the tokens left out.
 
-    axes: Sequence[Axis]  #: as the core before writes them
-    read: Sequence[int]  #: as the core after reads them
-    stored: Sequence[int]  #: as they lie
+    Its axes are numbered as the core before writes them, from the outermost on.
+    """
+
+    sizes: Sequence[int]  #: of the axes
+    read: Sequence[int]  #: the axes in the order in which the core after reads them
+    stored: Sequence[int]  #: the axes in the order in which they lie
+    fan_out: set[int]  #: of the core before; the other axes count that core's blocks
+    fan_in: set[int]  #: of the core after; the other axes count that core's blocks
 
     def layout(self, blocks: Sequence[int], features: Sequence[int]) -> Layout:
         """How a core finds its blocks, whose axes these are, and the features of each."""
         block_positions = [self.stored.index(axis) for axis in blocks]
         feature_positions = [self.stored.index(axis) for axis in features]
-        sizes = [self.axes[axis].size for axis in self.stored]
+        sizes = [self.sizes[axis] for axis in self.stored]
         block_count = prod(sizes[position] for position in block_positions)
         features_per_block = prod(sizes[position] for position in feature_positions)
         innermost = len(sizes) - 1
@@ -267,7 +263,7 @@ def stages_of(program: tuple[int, ...]) -> tuple[Stage, ...]:
         pieces = _cut(sizes, order, blocks[n], blocks[n + 1])
         place = _place(pieces, order, blocks[n], blocks[n + 1])
         if n == 0:
-            place = replace(place, stored=range(len(place.axes)))
+            place = replace(place, stored=range(len(place.sizes)))
         elif n == len(steps):
             place = replace(place, stored=place.read)
         places.append(place)
@@ -297,8 +293,11 @@ def _cut(sizes: Sequence[int], order: Sequence[int], before: int, after: int) ->
             if outer < blocks < outer * sizes[axis]:
                 cuts[axis].add(blocks // outer)
             outer *= sizes[axis]
-    # an axis of 12 that is cut at {1, 4, 12} has pieces of 4 and 3
-    return [[outer // inner for inner, outer in pairwise(sorted(cut))] or [1] for cut in cuts]
+    pieces = []
+    for cuts_of_axis in cuts:
+        # an axis of 12 that is cut at {1, 4, 12} has pieces of 4 and 3, from outside
+        pieces.append([stop // start for start, stop in pairwise(sorted(cuts_of_axis))] or [1])
+    return pieces
 
 
 def _place(pieces: Sequence[Sequence[int]], order: Sequence[int], before: int, after: int) -> Place:
@@ -318,8 +317,7 @@ def _place(pieces: Sequence[Sequence[int]], order: Sequence[int], before: int, a
     stored = [axis for axis in read if axis not in fan_in]
     stored += [axis for axis in written if axis in fan_in and axis in fan_out]
     stored += [axis for axis in written if axis in fan_in and axis not in fan_out]
-    axes = [Axis(size, axis in fan_out, axis in fan_in) for axis, size in enumerate(sizes)]
-    return Place(axes, read, stored)
+    return Place(sizes, read, stored, fan_out, fan_in)
 
 
 def _inside(sizes: Sequence[int], order: Sequence[int], blocks: int) -> set[int]:
@@ -335,16 +333,17 @@ def _inside(sizes: Sequence[int], order: Sequence[int], blocks: int) -> set[int]
 
 def _stage(batch: int, repeat: int, before: Place, after: Place) -> Stage:
     """A core that reads one place and writes the next one."""
-    fan_in = [axis for axis in before.read if before.axes[axis].is_fan_in]
-    read_blocks = [axis for axis in before.read if not before.axes[axis].is_fan_in]
-    stored_fan_in = [axis for axis in before.stored if before.axes[axis].is_fan_in]
-    fan_out = [number for number, axis in enumerate(after.axes) if axis.is_fan_out]
-    written_blocks = [number for number, axis in enumerate(after.axes) if not axis.is_fan_out]
-    stored_fan_out = [axis for axis in after.stored if after.axes[axis].is_fan_out]
+    fan_in = [axis for axis in before.read if axis in before.fan_in]
+    read_blocks = [axis for axis in before.read if axis not in before.fan_in]
+    stored_fan_in = [axis for axis in before.stored if axis in before.fan_in]
+    fan_out = sorted(after.fan_out)
+    written_blocks = [axis for axis in range(len(after.sizes)) if axis not in after.fan_out]
+    stored_fan_out = [axis for axis in after.stored if axis in after.fan_out]
 
-    # the stored core has the axes (batch, *fan_out, *fan_in); `weight` has both as they are stored
-    out_sizes = [after.axes[axis].size for axis in fan_out]
-    in_sizes = [before.axes[axis].size for axis in fan_in]
+    # The stored core has the axes (batch, *fan_out, *fan_in), each in the order of its own core.
+    # In `Stage.weight` they are in the order in which the two activations have them.
+    out_sizes = [after.sizes[axis] for axis in fan_out]
+    in_sizes = [before.sizes[axis] for axis in fan_in]
     order = [0]
     order += [1 + fan_out.index(axis) for axis in stored_fan_out]
     order += [1 + len(fan_out) + fan_in.index(axis) for axis in stored_fan_in]

@@ -1,7 +1,7 @@
 """`StructuredLinear`: a structure with parameters, as a layer."""
 
 from collections.abc import Callable, Sequence
-from math import prod, sqrt
+from math import sqrt
 from typing import Annotated, Any, Protocol
 
 import torch
@@ -156,7 +156,7 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
 
         The norm is met in root mean square over draws, by the last core; zero zeroes it. For inputs
         of unit RMS it is `sqrt(out_features)` times the RMS of the outputs, see docs/theory.md;
-        this is what it means of a structure without a matrix.
+        for a structure without a matrix that is its definition.
 
         Raises:
             ValueError: `norm` is negative or not finite.
@@ -166,13 +166,15 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         >>> bool(0.9 < layer.to_dense().norm() / (0.02 * 256) < 1.1)
         True
         """
-        padded = self.structure.in_features, self.structure.out_features
-        activated = self.structure.between is not None
+        structure = self.structure
+        activated = structure.between is not None
+        padded_norm = expected_norm(structure.cores, self.stds, structure.in_features, activated)
         # cropping W from its padded widths leaves this share of its squared norm
-        share = self.in_features * self.out_features / prod(padded)
-        norm_of_padded = expected_norm(self.structure.cores, self.stds, padded[0], activated)
+        padded_size = structure.in_features * structure.out_features
+        share = self.in_features * self.out_features / padded_size
+        scale = norm / (sqrt(share) * padded_norm)
         self.zero_init = norm == 0
-        self.init_scale = norm / (sqrt(share) * norm_of_padded) or 1.0
+        self.init_scale = scale or 1.0  # zero is drawn as `zero_init`
         self.reset_parameters()
         return self
 
@@ -276,10 +278,12 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         check_cores(self.structure, cores)
         if self.cores[0].is_meta:
             raise ValueError("the layer is on the meta device: move it with to_empty(device=...)")
-        for n, (parameter, core, std) in enumerate(zip(self.cores, cores, self.stds, strict=True)):
+        for parameter, core in zip(self.cores, cores, strict=True):
             parameter.copy_(core)
-            if self.gains is not None:
-                self.gains[n] = max(1.0, core.float().square().mean().sqrt().item() / std)
+        if self.gains is not None:
+            for n, core in enumerate(cores):
+                rms = core.float().square().mean().sqrt().item()
+                self.gains[n] = max(1.0, rms / self.stds[n])
         return self
 
     def computes_with(self) -> dict[str, Any]:

@@ -97,9 +97,12 @@ class QuantizedLinear(StructuredLinear):
     def reset_parameters(self) -> None:
         """Only while the layer is made. transformers may ask later, before it has read the file, or
         with what it has read guarded."""
-        if "scales" not in self._modules:
+        is_being_made = "scales" not in self._modules
+        if is_being_made:
             super().reset_parameters()
-        elif not self.cores[0].is_meta and not all(map(is_guarded, (*self.cores, *self.scales))):
+            return
+        has_values = not self.cores[0].is_meta
+        if has_values and not all(map(is_guarded, [*self.cores, *self.scales])):
             raise ValueError("int8 cores do not start afresh: quantize a layer that has started")
 
     def computes_with(self) -> dict[str, Any]:

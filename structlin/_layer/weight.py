@@ -18,7 +18,7 @@ _METHODS = (
     "size dim numel element_size is_floating_point is_complex get_device stride is_contiguous "
     "__len__"
 )
-_METADATA = {
+METADATA = {
     *(getattr(Tensor, name).__get__ for name in _PROPERTIES.split()),
     *(getattr(Tensor, name) for name in _METHODS.split()),
     torch.numel,
@@ -114,7 +114,7 @@ class WeightView(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with without_subclasses():
                 return func(*args, **kwargs)
         if func == _IS_LEAF:  # made anew at each look-up

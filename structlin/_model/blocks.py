@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
+from typing import NamedTuple
 
 from torch import nn
 
@@ -47,8 +48,8 @@ def _repeats(parent: nn.Module, child: nn.Module) -> bool:
 def find_block(modules: Mapping[str, nn.Module], name: str) -> str | None:
     """The block that holds what has this dotted name: the outermost module on its way that
     is repeated, has modules of its own and is no layer; None outside of all blocks."""
-    words = name.split(".")
-    paths = [".".join(words[:n]) for n in range(len(words))]
+    attributes = name.split(".")
+    paths = [".".join(attributes[:n]) for n in range(len(attributes))]
     for parent, child in pairwise(paths):
         if child not in modules:
             return None
@@ -75,26 +76,32 @@ def blocks_of_parameters(model: nn.Module) -> dict[str, str]:
     return blocks
 
 
-def blocks_of_layers(
-    model: nn.Module, layers: Iterable[Layer]
-) -> dict[nn.Module, tuple[str, list[Layer]]]:
-    """The blocks that hold these layers, see `find_block`, each with its name and its layers; if
-    there is none, the model is the block.
+class Block(NamedTuple):
+    """Some layers of a model that are in one block."""
+
+    name: str
+    layers: list[Layer]
+
+
+def blocks_of_layers(model: nn.Module, layers: Iterable[Layer]) -> dict[nn.Module, Block]:
+    """The blocks that hold these layers, see `find_block`; if there is none, the model is the
+    block.
 
     >>> from structlin._model.linears import linear_layers
     >>> mlp = lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
     >>> model = nn.Sequential(nn.Linear(4, 4), mlp(), mlp())
-    >>> [(name, len(held)) for name, held in blocks_of_layers(model, linear_layers(model)).values()]
+    >>> blocks = blocks_of_layers(model, linear_layers(model)).values()
+    >>> [(block.name, len(block.layers)) for block in blocks]
     [('1', 2), ('2', 2)]
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     layers = list(layers)
-    blocks: dict[nn.Module, tuple[str, list[Layer]]] = {}
+    blocks: dict[nn.Module, Block] = {}
     for layer in layers:
         name = find_block(modules, layer.name)
         if name is not None:
-            _, layers_of_block = blocks.setdefault(modules[name], (name, []))
-            layers_of_block.append(layer)
+            block = blocks.setdefault(modules[name], Block(name, []))
+            block.layers.append(layer)
     if not blocks and all(layer.module is not model for layer in layers):
-        return {model: ("", layers)}
+        return {model: Block("", layers)}
     return blocks

@@ -7,8 +7,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 
-def find_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Name and value of each floating tensor, in order; a tensor alone has the empty name.
+class NamedTensor(NamedTuple):
+    """A tensor in what a model returns, and the keys that lead to it, joined by dots."""
+
+    name: str
+    tensor: Tensor
+
+
+def find_tensors(output: Any, name: str = "") -> Iterator[NamedTensor]:
+    """Each floating tensor, in order; a tensor alone has the empty name.
 
     >>> import torch
     >>> [name for name, _ in find_tensors({"logits": torch.ones(2), "states": (torch.ones(2),)})]
@@ -16,15 +23,15 @@ def find_tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """
     if isinstance(output, Tensor):
         if output.is_floating_point():
-            yield name, output
+            yield NamedTensor(name, output)
         return
-    parts: Iterable[tuple[Any, Any]] = ()
+    entries: Iterable[tuple[Any, Any]] = ()
     if isinstance(output, Mapping):
-        parts = output.items()
+        entries = output.items()
     elif isinstance(output, tuple | list):
-        parts = enumerate(output)
-    for key, part in parts:
-        yield from find_tensors(part, f"{name}.{key}" if name else str(key))
+        entries = enumerate(output)
+    for key, entry in entries:
+        yield from find_tensors(entry, f"{name}.{key}" if name else str(key))
 
 
 def first_tensor(output: Any) -> Tensor | None:

@@ -13,6 +13,7 @@ from .kinds import PROTECTED
 from .linears import Layer, linear_layers
 from .obstacles import require_replaceable
 from .select import Patterns, Rule, find_first, find_rules
+from .stacks import expert_layers
 
 Spec = Family | Structure
 
@@ -56,11 +57,13 @@ def decide(
     untie: bool,
     zero_init: Patterns = (),
     sizes_open: bool = False,
+    experts: bool = False,
 ) -> list[Decision]:
     """A decision for each linear layer of `model`; the arguments are those of `convert`.
 
     Args:
         sizes_open: leave `resolved` to be chosen, where there is no override.
+        experts: also for each parameter that holds the matrices of experts.
 
     Raises:
         ValueError, TypeError: what `convert` raises, also for `untie` where nothing is tied.
@@ -68,7 +71,9 @@ def decide(
     require_replaceable(model)
     require_whole(model)
     overrides = overrides or {}
-    layers = linear_layers(model)
+    layers: list[Layer] = linear_layers(model)
+    if experts:
+        layers += expert_layers(model)
     if not layers:
         kinds = "nn.Linear, or transformers' Conv1D"
         raise ValueError(f"model={type(model).__name__} has no linear layer ({kinds})")
@@ -143,6 +148,6 @@ def _resolve(layer: Layer, structure: Spec) -> Structure:
 def _check_rules(rules: Iterable[Rule], decisions: Sequence[Decision]) -> None:
     for rule in rules:
         if all(decisions[n].structure is None for n in rule.means):
-            some = [decisions[n] for n in sorted(rule.means)[:3]]
-            reasons = "; ".join(f"{decision.layer.name!r} {decision.reason}" for decision in some)
+            examples = [decisions[n] for n in sorted(rule.means)[:3]]
+            reasons = "; ".join(f"{d.layer.name!r} {d.reason}" for d in examples)
             raise ValueError(f"{rule} converts nothing: {reasons}")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from .._hosts import registry
+from .._layer.experts import ExpertStack, Lay
 from .._layer.linear import StructuredLinear
 from .._structure.arguments import checked, show
 
@@ -116,12 +117,36 @@ def read_sides(layout: Layout, shape: tuple[int, ...]) -> Sides:
     return Sides(sizes["m"], sizes["n"])
 
 
+def find_lay(layout: Layout, shape: tuple[int, ...]) -> Lay | None:
+    """How the matrices of a parameter of that shape lie, which the text fits; None where it is not
+    `(experts, ., .)`, with what is fused among the outputs."""
+    tokens = [token.strip("()").split() for token in _TOKEN.findall(layout.stored)]
+    if len(tokens) != 3 or tokens[0] != ["e"]:
+        return None
+    sides = read_sides(layout, shape)
+    first, last = tokens[1:]
+    outputs = first if "m" in first else last
+    fused = layout.fused if "f" in outputs else 1
+    if "f" in layout.stored and "f" not in outputs:
+        return None
+    return Lay(
+        experts=shape[0],
+        fused=fused,
+        fan_out=sides.fan_out,
+        fan_in=sides.fan_in,
+        takes_turns=outputs == ["m", "f"],
+        transposed="m" in last,
+    )
+
+
 def _fits(module: nn.Module, own: str, layout: Layout) -> bool:
     """Whether the module has such a weight. Raises ValueError where the user said so and it has
     not; elsewhere another class has the same name, or its weights are quantised."""
     weight = getattr(module, own, None)
     tokens = _TOKEN.findall(layout.stored)
     name = type(module).__name__
+    if isinstance(weight, ExpertStack):  # its cores say it
+        return False
     if not isinstance(weight, Tensor):
         if layout.declared:
             raise ValueError(f"declare_weights: {name} has no parameter {own!r}")

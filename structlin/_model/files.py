@@ -13,13 +13,14 @@ import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 
 from .._hosts.transformers import is_conv1d
+from .._layer.experts import Lay, StructuredExperts, describe_experts, uninitialised_experts
 from .._layer.linear import StructuredLinear, uninitialised
 from .._layer.order import OrderedCores
 from .._layer.quantized import QuantizedLinear
@@ -27,6 +28,7 @@ from .._layer.state import tell_difference
 from .._structure.arguments import checked, require_choice
 from .._structure.structure import Structure
 from .linears import Layer, Replacement, linear_layers, replace_layers
+from .stacks import ExpertsLayer, expert_layers, structured_experts
 from .transaction import Step, completed_at_end
 
 VERSION = 1
@@ -112,25 +114,25 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """
     _require_path(path)
     with torch.inference_mode(False), torch.no_grad():
-        described, tensors = _read_file(Path(path))
+        modules, tensors = _read_file(Path(path))
         copies: list[Step] = []
 
         def assign(root: nn.Module, undo: list[Step]) -> None:
             try:
-                written = _assign(root, tensors)
+                writes = _assign(root, tensors)
             except RuntimeError as error:
                 if type(error) is not RuntimeError:
                     raise
                 # torch's words of names and shapes
                 raise ValueError(f"path={str(path)!r}: {str(error)[:_LONGEST]}") from error
             undo.append(copies.clear)
-            copies.extend(partial(tensor.copy_, value) for tensor, value in written)
+            copies.extend(partial(tensor.copy_, value) for tensor, value in writes)
 
-        replacements = restructure(model, described)
+        replacements = restructure(model, modules)
         # once the layers are in, all numbers go in: Ctrl-C is raised after the last one
         with completed_at_end(copies):
             root = replace_layers(model, replacements, assign)
-    for name, data in described.items():
+    for name, data in modules.items():
         layer = root.get_submodule(name)
         if isinstance(layer, QuantizedLinear):  # older files have it in the scales
             layer.dtype = getattr(torch, data.get("dtype", "float32"))
@@ -140,8 +142,14 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
 # ---- the file ------------------------------------------------------------------------------------
 
 
-def _read_file(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """What `save` wrote into `folder`: the modules, and the tensors under all their names."""
+class _Contents(NamedTuple):
+    """What `save` wrote into a file."""
+
+    modules: dict[str, dict[str, Any]]  #: name -> description
+    tensors: dict[str, Tensor]  #: under all their names
+
+
+def _read_file(folder: Path) -> _Contents:
     from safetensors import SafetensorError, safe_open
 
     file = folder / FILE
@@ -150,20 +158,27 @@ def _read_file(folder: Path) -> tuple[dict[str, dict[str, Any]], dict[str, Tenso
     try:
         with safe_open(file, "pt") as opened:
             description = json.loads(opened.metadata()["structlin"])
-            version, modules = description["version"], dict(description["modules"])
+            version = description["version"]
+            modules = dict(description["modules"])
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-        aliases = {name: tensors[first] for name, first in description["aliases"].items()}
+        aliases = {alias: tensors[name] for alias, name in description["aliases"].items()}
     except (OSError, SafetensorError, *_MALFORMED) as error:
-        says = str(error)[:200]
-        raise ValueError(f"{file} is truncated, or no file of structlin.save: {says}") from None
+        reason = str(error)[:200]
+        raise ValueError(f"{file} is truncated, or no file of structlin.save: {reason}") from None
     if version != VERSION:
         text = f"this structlin reads version {VERSION}; take the one that wrote the file"
         raise ValueError(f"{file} has version {repr(version)[:20]}; {text}")
-    return modules, tensors | aliases
+    return _Contents(modules, tensors | aliases)
 
 
-def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Each tensor of the state once, contiguous, alone in its storage; other names -> the first."""
+class _Collected(NamedTuple):
+    """The tensors of a state, each once."""
+
+    tensors: dict[str, Tensor]  #: contiguous, each alone in its storage
+    aliases: dict[str, str]  #: another name of a tensor -> its first one
+
+
+def _collect_tensors(model: nn.Module) -> _Collected:
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first_names: dict[tuple[Any, ...], str] = {}
@@ -184,7 +199,7 @@ def _collect_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str
         if not fills_storage or not tensor.is_contiguous():
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         tensors[name] = tensor
-    return tensors, aliases
+    return _Collected(tensors, aliases)
 
 
 # ---- layers as plain data ------------------------------------------------------------------------
@@ -196,8 +211,10 @@ def describe(model: nn.Module) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: a layer stores its cores in another order than it was declared with.
     """
-    description = {}
+    description: dict[str, dict[str, Any]] = {}
     for name, layer in model.named_modules(remove_duplicate=False):
+        if isinstance(layer, StructuredExperts):
+            description[name] = {**layer.computes_with(), "label": layer.label}
         if isinstance(layer, StructuredLinear):
             if isinstance(layer.cores, OrderedCores):
                 raise ValueError(
@@ -229,12 +246,21 @@ def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> l
             widths, bias or what they compute with.
     """
     layers = {name: layer for layer in linear_layers(model) for name in layer.names}
+    experts = {name: layer for layer in expert_layers(model) for name in layer.names}
+    stacks = {name: stack for stack, names in structured_experts(model).items() for name in names}
     problems: list[str] = []
     # by the module that is replaced, so that a layer of several names is built once
     replacements: dict[nn.Module, Replacement] = {}
     for name, data in modules.items():
-        layer = layers.get(name)
+        layer: Layer | None = layers.get(name)
+        new: nn.Module | None
         try:
+            if "experts" in data:
+                layer = experts.get(name)
+                new = _build_experts(experts.get(name), stacks.get(name), data)
+                if layer is not None and new is not None:
+                    replacements[layer.module] = Replacement(layer.names, new)
+                continue
             if layer is None:
                 raise ValueError(_explain_missing(name, layers))
             new = _build_layer(layer, data)
@@ -252,12 +278,12 @@ def restructure(model: nn.Module, modules: Mapping[str, Mapping[str, Any]]) -> l
 
 def _explain_missing(name: str, layers: Mapping[str, Layer]) -> str:
     """Why a model of these layers has none of that name."""
-    inside = name.partition(".")[2]
-    if inside not in layers:
+    unwrapped = name.partition(".")[2]
+    if unwrapped not in layers:
         return "the model has no such linear layer"
     return (
-        f"the model has no such linear layer but {inside!r}: the file is of what holds this model, "
-        "such as a wrapper"
+        f"the model has no such linear layer but {unwrapped!r}: the file is of what holds this "
+        "model, such as a wrapper"
     )
 
 
@@ -301,14 +327,51 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
     return None if structured else new.train(old.training)
 
 
+def _build_experts(
+    layer: ExpertsLayer | None, stack: StructuredExperts | None, data: Mapping[str, Any]
+) -> StructuredExperts | None:
+    """Experts as described, in place of the parameter of `layer`; None if the model has them."""
+    structure = Structure.from_dict(data["structure"])
+    lay = Lay(
+        experts=int(data["experts"]),
+        fused=int(data["fused"]),
+        fan_out=int(data["out_features"]),
+        fan_in=int(data["in_features"]),
+        takes_turns=bool(data["takes_turns"]),
+        transposed=bool(data["transposed"]),
+    )
+    if stack is not None:
+        difference = tell_difference(stack.computes_with(), describe_experts(lay, structure))
+        if difference:
+            raise ValueError(f"{difference} in the file")
+        return None
+    if layer is None:
+        raise ValueError("the model has no such parameter of experts")
+    if layer.lay != lay:
+        raise ValueError(f"{layer.lay} in the model, {lay} in the file")
+    if layer.obstacle:
+        raise ValueError(layer.obstacle)
+    options: dict[str, Any] = {"device": layer.matrix.device, "dtype": layer.matrix.dtype}
+    new = uninitialised_experts(lay, structure, **options)
+    new.label = str(data["label"])
+    return new.requires_grad_(layer.trains).train(layer.owner.training)
+
+
 # ---- filling a model -----------------------------------------------------------------------------
 
 
-def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """The model's own tensors, and what is to be written into each: torch has seen that all fits.
+class _Write(NamedTuple):
+    """A tensor of the model, and the values that are to be written into it."""
 
-    For that, `tensors` take their places. Then they come back, ties included; copies of `tensors`
-    stay in place of those that have another dtype or no values.
+    tensor: Tensor
+    values: Tensor
+
+
+def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[_Write]:
+    """What is to be written into the model's tensors, after torch has seen that all fits.
+
+    For torch to see it, `tensors` take the places of the model's. Then the model's come back, ties
+    included; copies of `tensors` stay in place of those that have another dtype or no values.
     """
     _check_ties(model, tensors)
     modules = list(model.modules())
@@ -319,7 +382,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tenso
     model.load_state_dict(tensors, assign=True)
 
     final: dict[int, Tensor] = {}  # by the id of the model's tensor, what stands in its place
-    written: list[tuple[Tensor, Tensor]] = []
+    writes: list[_Write] = []
     for registry, content in zip(registries, contents, strict=True):
         for name, tensor in content.items():
             value = registry[name]
@@ -331,7 +394,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tenso
                 has_memory = not tensor.is_meta and not tensor.is_inference()
                 if has_memory and tensor.dtype == value.dtype:
                     final[id(tensor)] = tensor
-                    written.append((tensor, value))
+                    writes.append(_Write(tensor, value))
                 else:
                     final[id(tensor)] = _copy_like(tensor, value)
             registry[name] = final[id(tensor)]
@@ -340,7 +403,7 @@ def _assign(model: nn.Module, tensors: Mapping[str, Tensor]) -> list[tuple[Tenso
     if empty:
         text = "on the meta device and in no file (persistent=False); build the model on a device"
         raise ValueError(f"{', '.join(empty[:5])}: {text}")
-    return written
+    return writes
 
 
 def _check_ties(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
@@ -348,10 +411,11 @@ def _check_ties(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name not in saved:
             continue
-        other = first_names.setdefault(id(tensor), name)
-        if saved[name] is not saved[other] and not torch.equal(saved[name], saved[other]):
+        first_name = first_names.setdefault(id(tensor), name)
+        first = saved[first_name]
+        if saved[name] is not first and not torch.equal(saved[name], first):
             text = "are tied in the model and differ in the file: untie them"
-            raise ValueError(f"{other!r} and {name!r} {text}")
+            raise ValueError(f"{first_name!r} and {name!r} {text}")
 
 
 def _copy_like(tensor: Tensor, value: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import re
 from itertools import chain
+from typing import NamedTuple
 
 from torch import nn
 
@@ -33,14 +34,21 @@ _ROLE_PATTERNS = (
 )
 
 
-def widths(module: nn.Module) -> tuple[int, int] | None:
-    """`(in_features, out_features)` of a linear layer of any kind; None for another module."""
+class Widths(NamedTuple):
+    """The widths of a linear layer."""
+
+    in_features: int
+    out_features: int
+
+
+def widths(module: nn.Module) -> Widths | None:
+    """The widths of a linear layer of any kind; None for another module."""
     if isinstance(module, nn.Linear | StructuredLinear):
-        return module.in_features, module.out_features
+        return Widths(module.in_features, module.out_features)
     if is_conv1d(module):
         weight = module._parameters["weight"]
         assert weight is not None
-        return weight.shape[0], weight.shape[1]
+        return Widths(*weight.shape)
     return None
 
 

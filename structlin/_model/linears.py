@@ -1,7 +1,7 @@
 """The linear layers of a user's model: found, swapped, and made dense again."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,10 +12,22 @@ from .._hosts.registry import head_methods
 from .._hosts.transformers import build_conv1d, is_conv1d
 from .._layer.linear import StructuredLinear
 from .experts import layouts_of
-from .kinds import role_of, widths
+from .kinds import Widths, role_of, widths
 from .obstacles import carry_attributes, find_obstacle, find_what_is_lost
 from .parameters import is_undeclared, parameters_of
 from .transaction import Step, as_it_was_on_error
+
+
+class Holder(NamedTuple):
+    """The module that has a parameter, and the parameter's name there."""
+
+    module: nn.Module
+    name: str
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        """The parameter as it is now."""
+        return self.module._parameters.get(self.name)
 
 
 @dataclass
@@ -40,6 +52,22 @@ class Layer:
         weight = self.module._parameters["weight"]
         assert weight is not None
         return weight.detach().mT if is_conv1d(self.module) else weight.detach()
+
+    @property
+    def count(self) -> int:
+        """Matrices of these widths that it has."""
+        return 1
+
+    @property
+    def holder(self) -> Holder:
+        """What has its weight."""
+        return Holder(self.module, "weight")
+
+    def find_change(self, modules: Mapping[str, nn.Module]) -> str:
+        """Why it cannot be replaced in the model of these modules, which has changed since it was
+        found; empty if it can."""
+        replaced = any(modules.get(name) is not self.module for name in self.names)
+        return "was replaced" if replaced else find_what_is_lost(self.module)
 
 
 @dataclass(frozen=True)
@@ -76,8 +104,7 @@ def require_unchanged(model: nn.Module, layers: Iterable[Layer]) -> None:
     """Refuse layers that are no longer in `model`, or would by now lose something."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for layer in layers:
-        replaced = any(modules.get(name) is not layer.module for name in layer.names)
-        reason = "was replaced" if replaced else find_what_is_lost(layer.module)
+        reason = layer.find_change(modules)
         if reason:
             raise ValueError(f"layer {layer.name!r} {reason} after this plan; make a new one")
 
@@ -85,16 +112,19 @@ def require_unchanged(model: nn.Module, layers: Iterable[Layer]) -> None:
 def linear_layers(model: nn.Module) -> list[Layer]:
     """Every linear layer of `model`, each once, in the order of `named_modules`."""
     names: dict[nn.Module, list[str]] = defaultdict(list)
+    widths_of_module: dict[nn.Module, Widths] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if widths(module) is not None:
+        widths_of_layer = widths(module)
+        if widths_of_layer is not None:
             names[module].append(name)
+            widths_of_module[module] = widths_of_layer
     owners: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name)
     heads = find_declared_heads(model)
     layers = []
     for module, names_of_layer in names.items():
-        in_features, out_features = widths(module) or (0, 0)
+        in_features, out_features = widths_of_module[module]
         role = "head" if module in heads else role_of(names_of_layer[0])
         sharing = owners[id(module._parameters.get("weight"))]
         tied = {name.rpartition(".")[0] for name in sharing} - set(names_of_layer)
@@ -147,9 +177,9 @@ def find_loose_matrices(model: nn.Module) -> list[LooseMatrices]:
         shape = tuple(info.parameter.shape)
         if is_expert or is_attention:
             count = info.parameter.numel() // (weight.fan_out * weight.fan_in)
-            what = "experts" if is_expert else "attention"
+            role = "experts" if is_expert else "attention"
             loose.append(
-                LooseMatrices(info.name, what, shape, count, weight.fan_in, weight.fan_out)
+                LooseMatrices(info.name, role, shape, count, weight.fan_in, weight.fan_out)
             )
         elif is_undeclared(info):
             loose.append(LooseMatrices(info.name, "experts", shape))
@@ -173,10 +203,11 @@ def find_declared_heads(model: nn.Module) -> set[nn.Module]:
 
 
 class Replacement(NamedTuple):
-    """A new module, and all names of the place in the model that it takes."""
+    """A new module, or the parameter of experts, and all names of the place in the model that it
+    takes."""
 
     names: tuple[str, ...]
-    module: nn.Module
+    module: nn.Module | nn.Parameter
 
 
 def replace_layers(
@@ -184,7 +215,8 @@ def replace_layers(
     replacements: Iterable[Replacement],
     finish: Callable[[nn.Module, list[Step]], None] = lambda model, undo: None,
 ) -> nn.Module:
-    """Put each module under its names into `model`: all of them, or none if anything is raised.
+    """Put each module, or parameter, under its names into `model`: all of them, or none if anything
+    is raised.
 
     Args:
         replacements: all of them are built already.
@@ -200,10 +232,14 @@ def replace_layers(
         for names, module in replacements:
             for name in names:
                 if not name:
+                    assert isinstance(module, nn.Module)
                     root = module
                     continue
                 parent, _, child = name.rpartition(".")
-                setattr(model.get_submodule(parent), child, module)
+                holder = model.get_submodule(parent)
+                if isinstance(module, nn.Module):  # experts take the place of a parameter
+                    holder._parameters.pop(child, None)
+                setattr(holder, child, module)
         finish(root, undo)
     return root
 
@@ -212,15 +248,16 @@ def replace_layers(
 def build_dense_layer(layer: StructuredLinear) -> nn.Module:
     """The layer of the user's kind (nn.Linear or Conv1D) that `layer` stands for, with its bias."""
     weight = layer.to_dense()  # (out_features, in_features)
+    dense: Any
     with torch.device("meta"):
         if layer.conv1d:
-            new: Any = build_conv1d(layer.in_features, layer.out_features)
+            dense = build_conv1d(layer.in_features, layer.out_features)
         else:
-            new = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
+            dense = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
     trains = any(core.requires_grad for core in layer.cores)
     values = (weight.mT if layer.conv1d else weight).contiguous()
-    new.weight = nn.Parameter(values, requires_grad=trains)
-    new.bias = layer.bias
-    carry_attributes(layer, new)
-    dense: nn.Module = new.train(layer.training)
-    return dense
+    dense.weight = nn.Parameter(values, requires_grad=trains)
+    dense.bias = layer.bias
+    carry_attributes(layer, dense)
+    dense.train(layer.training)
+    return dense  # type: ignore[no-any-return]

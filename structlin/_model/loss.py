@@ -97,8 +97,15 @@ def _is_dense(layer: nn.Module, rows: Tensor) -> bool:
     return wide and not _autocast(rows) and not find_what_is_lost(layer)
 
 
-def _choose_sizes(layer: nn.Module, rows: Tensor) -> tuple[int, int]:
-    """The number of classes, and the tokens of a chunk."""
+class _Sizes(NamedTuple):
+    """The sizes of a chunk's logits."""
+
+    classes: int
+    tokens: int
+
+
+def _choose_sizes(layer: nn.Module, rows: Tensor) -> _Sizes:
+    """As many tokens as the comment at `CHUNK_BYTES` and the parameters of the layer ask for."""
     classes = getattr(layer, "out_features", None)
     if not isinstance(classes, int):
         cast = partial(torch.autocast, rows.device.type, cache_enabled=False)
@@ -109,7 +116,7 @@ def _choose_sizes(layer: nn.Module, rows: Tensor) -> tuple[int, int]:
     tokens = max(least_bytes // 4, params) // max(classes, 1)
     if tokens > TOKENS_STEP:
         tokens -= tokens % TOKENS_STEP
-    return classes, max(1, tokens)
+    return _Sizes(classes, max(1, tokens))
 
 
 def _autocast(x: Tensor) -> bool:

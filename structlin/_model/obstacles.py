@@ -68,7 +68,8 @@ def find_obstacle(
         return "is structured already"
     if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
         return "belongs to nn.MultiheadAttention, which reads its weight without calling it"
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    weight = module._parameters.get("weight")
+    bias = module._parameters.get("bias")
     if hasattr(weight, "full_tensor"):
         return "has a sharded weight (DTensor): convert before fully_shard"
     if kind is not nn.Linear and not is_conv1d(module) and not registry.is_plain_linear(kind):
@@ -89,10 +90,10 @@ def find_obstacle(
         return f"has a weight of shape {tuple(weight.shape)}, no longer that of the layer: {shape}"
     if bias is not None and tuple(bias.shape) != shape[:1]:
         return f"has a bias of shape {tuple(bias.shape)}, not (out_features,) = {shape[:1]}"
-    names = dir(_build_smallest(StructuredLinear))
-    used = [x for x in _find_attributes(module) if x in names and not _is_bookkeeping(x)]
-    if used:
-        return f"has an attribute {used[0]!r}, a name that StructuredLinear needs for itself"
+    needed = dir(_build_smallest(StructuredLinear))
+    for attribute in _find_attributes(module):
+        if attribute in needed and not is_bookkeeping(attribute):
+            return f"has an attribute {attribute!r}, a name that StructuredLinear needs for itself"
     return find_what_is_lost(module)
 
 
@@ -102,13 +103,13 @@ def find_what_is_lost(module: nn.Module) -> str:
     if additions:
         return f"has more than a layer of its kind has, which would be lost: {', '.join(additions)}"
     for child in module.modules():  # the layer itself first
-        hooks = [name for name in vars(child) if name.endswith("_hooks")]
-        hooks = [name for name in hooks if _list_hooks(vars(child)[name])]
-        if hooks:
-            return f"has hooks, which would be lost: {', '.join(hooks)}"
+        registries = [name for name in vars(child) if name.endswith("_hooks")]
+        filled = [name for name in registries if _list_hooks(vars(child)[name])]
+        if filled:
+            return f"has hooks, which would be lost: {', '.join(filled)}"
         for name in vars(child):
             hides_method = hasattr(type(child), name) and name != "__module__"
-            if hides_method and not _is_bookkeeping(name):
+            if hides_method and not is_bookkeeping(name):
                 return f"has methods of its own, offloaded or patched, which would be lost: {name}"
     bias = module._parameters.get("bias")  # which stays the same parameter
     for name, parameter in module.named_parameters():
@@ -116,7 +117,7 @@ def find_what_is_lost(module: nn.Module) -> str:
             continue
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"has hooks on its {name}, which would be lost"
-        attributes = [key for key in vars(parameter) if not _is_bookkeeping(key)]
+        attributes = [key for key in vars(parameter) if not is_bookkeeping(key)]
         if attributes:
             return f"has attributes on its {name}, which would be lost: {', '.join(attributes)}"
     return ""
@@ -168,7 +169,7 @@ def carry_attributes(old: nn.Module, new: nn.Module) -> None:
     vars(new).update({name: vars(old)[name] for name in _find_attributes(old)})
 
 
-def _is_bookkeeping(attribute: str) -> bool:
+def is_bookkeeping(attribute: str) -> bool:
     """Whether torch.compile or another library left it on a layer, for itself."""
     return attribute.startswith("_dynamo") or registry.is_bookkeeping(attribute)
 
@@ -176,7 +177,7 @@ def _is_bookkeeping(attribute: str) -> bool:
 def _find_attributes(module: nn.Module) -> list[str]:
     """The attributes that somebody has set on a linear layer."""
     usual = dir(_build_smallest(type(module)))
-    return [name for name in vars(module) if name not in usual or _is_bookkeeping(name)]
+    return [name for name in vars(module) if name not in usual or is_bookkeeping(name)]
 
 
 def _build_smallest(kind: type[nn.Module]) -> nn.Module:

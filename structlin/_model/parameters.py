@@ -15,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from .._hosts.transformers import is_conv1d
+from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear
 from .experts import Layout, layouts_of, read_sides
 
@@ -112,6 +113,8 @@ def parameters_of(model: nn.Module) -> Iterator[ParameterInfo]:
             weight = weights.get(attribute, Weight())
             name = join(layer, stored_as)
             dense_name = join(layer, "weight" if weight.core is not None else attribute)
+            if isinstance(module, StructuredExperts):  # whose name is that of the parameter
+                dense_name = layer
             # a bias of any shape: one per expert is 2-D, MultiheadAttention's bias_k is 3-D
             is_vector = parameter.ndim < 2 or is_norm or "bias" in attribute.split("_")
             decays = weight.kind in ("matrix", "embedding") or not is_vector
@@ -121,7 +124,7 @@ def parameters_of(model: nn.Module) -> Iterator[ParameterInfo]:
 
 def weights_of(module: nn.Module) -> dict[str, Weight]:
     """The weights that a layer multiplies by, parametrised or not: attribute name -> `Weight`."""
-    if isinstance(module, StructuredLinear):
+    if isinstance(module, StructuredLinear | StructuredExperts):
         weights = {"gains": Weight("gain")}
         for n, core in enumerate(module.structure.cores):
             name = f"cores.{module.core_names[n]}"
@@ -221,7 +224,7 @@ class _StoredParameter(NamedTuple):
 
 def _list_parameters(module: nn.Module) -> Iterator[_StoredParameter]:
     """The parameters that a module holds itself, those of its cores included."""
-    if isinstance(module, StructuredLinear):
+    if isinstance(module, StructuredLinear | StructuredExperts):
         for attribute, stored_as, parameter in _list_parameters(module.cores):
             yield _StoredParameter(f"cores.{attribute}", f"cores.{stored_as}", parameter)
     for stored_as, parameter in module.named_parameters(recurse=False):

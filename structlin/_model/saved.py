@@ -45,42 +45,47 @@ def read_saved(path: Path) -> SavedModel:
     """
     from safetensors import SafetensorError
 
-    folder = path.parent if path.is_file() else path
-    own = path if path.is_file() else folder / FILE
+    file = path if path.is_file() else path / FILE
     try:
-        if own.is_file() and (description := _read_description(own)) is not None:
-            tensors = _read_sizes([own])
-            # a layer that has two names is one: the file holds its cores under the first
-            aliases = set(description["aliases"])
-            modules = {
-                name: data
-                for name, data in description["modules"].items()
-                if f"{name}.cores.0" not in aliases
-            }
-            return _describe("structlin.save", modules, tensors)
-        config = folder / "config.json"
-        if not config.is_file():
-            raise ValueError(f"it has neither {FILE} nor config.json")
-        said = json.loads(config.read_text(encoding="utf-8")).get("quantization_config") or {}
-        if said.get("quant_method") != "structlin":
-            raise ValueError("its config.json names no structured layer: the model is dense")
-        tensors = _read_sizes(sorted(folder.glob("*.safetensors")))
-        return _describe("save_pretrained of transformers", said["modules"], tensors)
+        description = _read_description(file) if file.is_file() else None
+        if description is None:
+            return _read_pretrained(path.parent if path.is_file() else path)
+        # a layer that has two names is one: the file holds its cores under the first
+        aliases = description["aliases"]
+        modules = description["modules"].items()
+        described = {name: data for name, data in modules if f"{name}.cores.0" not in aliases}
+        return _describe("structlin.save", described, _read_sizes([file]))
     except (OSError, SafetensorError, *_MALFORMED) as error:
         text = str(error)[:200]
         raise ValueError(f"{path} holds no structured model that can be read: {text}") from None
 
 
-def _describe(kind: str, modules: Mapping[str, Any], tensors: Mapping[str, int]) -> SavedModel:
+def _read_pretrained(folder: Path) -> SavedModel:
+    """The model that transformers wrote into a folder."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"it has neither {FILE} nor config.json")
+    config = json.loads(file.read_text(encoding="utf-8")).get("quantization_config") or {}
+    if config.get("quant_method") != "structlin":
+        raise ValueError("its config.json names no structured layer: the model is dense")
+    sizes = _read_sizes(sorted(folder.glob("*.safetensors")))
+    return _describe("save_pretrained of transformers", config["modules"], sizes)
+
+
+def _describe(kind: str, modules: Mapping[str, Any], sizes: Mapping[str, int]) -> SavedModel:
     layers = []
+    prefixes: list[str] = []  # of the tensors of these layers that stand for their matrices
     for name, data in modules.items():
         structure = Structure.from_dict(data["structure"])
         label = f"{data['label']}, int8" if "quantized" in data else str(data["label"])
-        widths = int(data["in_features"]), int(data["out_features"])
-        layers.append(SavedLayer(name, label, *widths, structure.params))
-    inside = tuple(f"{name}.{part}" for name in modules for part in ("cores.", "scales.", "weight"))
-    others = sum(size for name, size in tensors.items() if not name.startswith(inside))
-    return SavedModel(kind, tuple(layers), others)
+        in_features = int(data["in_features"])
+        out_features = int(data["out_features"])
+        matrices = int(data.get("experts", 1)) * int(data.get("fused", 1))
+        params = matrices * structure.params
+        layers.append(SavedLayer(name, label, in_features, out_features, params))
+        prefixes += [f"{name}.cores.", f"{name}.scales.", f"{name}.weight"]
+    others = [size for name, size in sizes.items() if not name.startswith(tuple(prefixes))]
+    return SavedModel(kind, tuple(layers), sum(others))
 
 
 def _read_description(file: Path) -> dict[str, Any] | None:

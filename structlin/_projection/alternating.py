@@ -321,7 +321,8 @@ def _least_squares(
     """
 
     def predict(core: Tensor) -> Tensor:
-        return weigh(apply(tail, [core, *cores[1:]], h)[:, : y.shape[1]], root)
+        prediction = apply(tail, [core, *cores[1:]], h)
+        return weigh(prediction[:, : y.shape[1]], root)
 
     core = cores[0]
     prediction, transposed, *_ = torch.func.vjp(predict, core)
@@ -341,8 +342,9 @@ def _least_squares(
         direction = conjugate + descent / last_descent * direction  # Fletcher & Reeves
         last_descent = descent
         change = predict(direction)  # as y: the prediction is linear in the core
-        curvature = change.square().sum().item() + ridge * direction.square().sum().item()
-        step = descent / curvature
+        curvature = change.square().sum().item()
+        damping = ridge * direction.square().sum().item()
+        step = descent / (curvature + damping)
         core = core + step * direction
         residual = residual - step * change
     return core, residual

@@ -73,6 +73,7 @@ class _Axes:
 
 
 def _find_axes(structure: Structure, n: int, target: Named) -> _Axes:
+    """The axes of the cut between core n and the cores after it, which together give `target`."""
     core = structure.cores[n]
     read_later: set[str] = set()
     for later_core in structure.cores[n + 1 :]:

@@ -82,7 +82,11 @@ def measure_curve(
 
     # what sweeps leave of these errors, at the smallest size and at half of dense's cost
     half_cost = sizes[-1].cost / 2
-    half = min(sorted(points, reverse=True), key=lambda n: abs(sizes[n].cost - half_cost))
+
+    def distance_to_half(n: int) -> float:
+        return abs(sizes[n].cost - half_cost)
+
+    half = min(sorted(points, reverse=True), key=distance_to_half)
     factors = {}
     for n in {0, half}:
         structure = sizes[n].structure
@@ -168,7 +172,8 @@ def _interpolate(sizes: Sequence[Size], measured: dict[int, float], n: int) -> f
         return measured[n]
     below = max(m for m in measured if m < n)
     above = min(m for m in measured if m > n)
-    share = (sizes[n].cost - sizes[below].cost) / (sizes[above].cost - sizes[below].cost)
+    cost_below = sizes[below].cost
+    share = (sizes[n].cost - cost_below) / (sizes[above].cost - cost_below)
     first = measured[below]
     last = measured[above]
     if first > 0 and last > 0:  # the geometric mean of both, weighed by their distances

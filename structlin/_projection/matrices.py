@@ -27,7 +27,8 @@ def truncate(matrices: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         orthonormal, triangle = torch.linalg.qr((basis.mT @ matrices).mT)
         left = basis @ triangle.mT
         right = orthonormal.mT
-    return F.pad(left, (0, rank - k)), right[:, torch.arange(rank, device=right.device) % k]
+    repeated_rows = torch.arange(rank, device=right.device) % k
+    return F.pad(left, (0, rank - k)), right[:, repeated_rows]
 
 
 def approach(matrices: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,9 +67,12 @@ def limit_threads(most: int, only_if: bool = True) -> Iterator[None]:
 
 
 def make_definite(c: Tensor, name: str = "covariance", hint: str = OF_INPUTS) -> Tensor:
-    """C to a mean variance of 1, plus the least multiple of the identity that makes it numerically
-    positive definite: inputs that never vary keep W's own columns, as far as the structure can hold
-    them. The diagonal alone of a diagonal matrix is one too."""
+    """C scaled to a mean variance of 1, plus the identity times the least power of ten that makes
+    the sum numerically positive definite.
+
+    Inputs that never vary then keep W's own columns, as far as the structure can hold them. `c` may
+    be the diagonal of a diagonal C.
+    """
     if c.ndim == 1:
         return c / (c.mean() or 1.0) + 1e-14
     c = (c + c.mT) / 2
@@ -102,7 +106,8 @@ def solve_damped(gram: Tensor, right: Tensor) -> Tensor:
 
 def _take_damped_root(gram: Tensor) -> Tensor:
     mean = mean_diagonal(gram)[..., None, None]
-    damping = torch.where(mean > 0, mean, torch.ones_like(mean)) * sqrt(torch.finfo(gram.dtype).eps)
+    unit = torch.where(mean > 0, mean, torch.ones_like(mean))
+    damping = unit * sqrt(torch.finfo(gram.dtype).eps)
     root: Tensor = torch.linalg.cholesky(gram + damping * identity_like(gram))
     return root
 

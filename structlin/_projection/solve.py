@@ -168,8 +168,10 @@ def relative_error(
 def _norm(e: Tensor, c: Tensor | None, g: Tensor | None) -> float:
     """||G^1/2 E C^1/2||_F, the root of the trace of (G E) (E C)^T."""
     left = e
-    if g is not None:
-        left = g.to(e)[:, None] * e if g.ndim == 1 else g.to(e) @ e
+    if g is not None and g.ndim == 1:
+        left = g.to(e)[:, None] * e
+    elif g is not None:
+        left = g.to(e) @ e
     right = e if c is None else e @ c.to(e)
     return sqrt(max((left * right).sum().item(), 0.0))
 

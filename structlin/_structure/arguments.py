@@ -315,10 +315,10 @@ def _read_container(kind: Any, inner: Sequence[Any]) -> Kind:
     """A collection, from the type and what stands in its brackets."""
     if not inner or kind is Callable:
         return Container(kind)
-    check = read_check(inner[-1] if issubclass(kind, Mapping) else inner[0])
     if issubclass(kind, Mapping):
-        key = object if inner[0] is Any else inner[0]
-        return Pairs(kind, key, check)
+        key, value = inner
+        return Pairs(kind, object if key is Any else key, read_check(value))
+    check = read_check(inner[0])
     if check is _take:
         return Container(kind)
     are_numbers = list_kinds(inner[0])[0].type in (int, float)

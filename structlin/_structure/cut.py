@@ -109,7 +109,7 @@ def cut(structure: Structure, axis: str, parts: int) -> Cut:
     >>> divided.dims, divided.head, divided.body
     ((None, 1), Structure('i -> r', 'r i', i=64, r=4), Structure('r -> o', 'o r', o=64, r=4))
     """
-    axis_of(structure, axis)
+    axis_of(structure, axis)  # which refuses what is no axis
     _require_divisible(structure, axis, parts)
     structure = outermost(structure, axis)
     dims = tuple(_find_dim(core, axis) for core in structure.cores)
@@ -117,11 +117,11 @@ def cut(structure: Structure, axis: str, parts: int) -> Cut:
     start = _find_start(structure, axis, dims, activations)
     stop = _find_stop(structure, axis, dims, activations)
 
-    entry = structure.inputs if start == 0 else activations[start - 1]
-    exit = structure.outputs if stop == len(dims) else activations[stop - 1]
-    head = _take(structure, structure.inputs, entry, 0, start)
-    body = _take(structure, entry, exit, start, stop, {axis: structure.sizes[axis] // parts})
-    tail = _take(structure, exit, structure.outputs, stop, len(dims))
+    axes_in = structure.inputs if start == 0 else activations[start - 1]
+    axes_out = structure.outputs if stop == len(dims) else activations[stop - 1]
+    head = _take(structure, structure.inputs, axes_in, 0, start)
+    body = _take(structure, axes_in, axes_out, start, stop, {axis: structure.sizes[axis] // parts})
+    tail = _take(structure, axes_out, structure.outputs, stop, len(dims))
     assert body is not None
     return Cut(axis, parts, structure, dims, start, stop, head, body, tail)
 

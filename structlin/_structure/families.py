@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from .arguments import Range, checked, require_bounded, require_choice, warn
 from .axes import ACTIVATIONS, MOST_AXES, NO_SUM, refuse_sum
 from .structure import Structure
-from .widths import divide, divisors, factorise, name_nearest
+from .widths import divisors, factorise, name_nearest
 
 MAX_PADDING = 0.15  # share of a width that is padded without a warning
 # that `compress` may choose: every small one, then in steps that are small for their size
@@ -67,13 +67,31 @@ class Family(ABC):
         """The same family in every size that `compress` may choose, from the least parameters to
         the most; empty if there is nothing to choose.
 
-        Those that do not fit these widths, or cost as much as a dense matrix, are passed over. A
+        Sizes that do not fit these widths, or cost as much as a dense matrix, are passed over. A
         family with a rank may give `[replace(self, rank=rank) for rank in range(1, 257)]`.
 
         >>> BlockDiagonal(blocks=1).sizes(3, 6), Kronecker().sizes(3, 6)
         ([BlockDiagonal(blocks=3), BlockDiagonal(blocks=2), BlockDiagonal(blocks=1)], ())
         """
         return ()
+
+    @staticmethod
+    @checked
+    def divide(in_features: int, out_features: int, blocks: int) -> tuple[int, int]:
+        """Return both widths over the number of blocks.
+
+        Raises:
+            ValueError: one is not divisible; the message names the nearest numbers that divide
+                both.
+
+        >>> Family.divide(12, 20, 4)
+        (3, 5)
+        """
+        for side, width in (("in_features", in_features), ("out_features", out_features)):
+            if width % blocks:
+                fits = name_nearest(blocks, divisors(gcd(in_features, out_features)))
+                raise ValueError(f"blocks={blocks} does not divide {side}={width}; {fits}")
+        return in_features // blocks, out_features // blocks
 
     def activate(self, between: str = ACTIVATIONS[0]) -> "Family":
         """Return this family with an activation between the cores, see `Structure`.
@@ -175,7 +193,7 @@ class BlockDiagonal(Family):
     blocks: int
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        i, o = divide(in_features, out_features, self.blocks)
+        i, o = self.divide(in_features, out_features, self.blocks)
         return Structure("b i -> b o", "b o i", b=self.blocks, i=i, o=o)
 
     def sizes(self, in_features: int, out_features: int) -> list[Family]:
@@ -262,7 +280,7 @@ class Monarch(Family):
 
     def structure(self, in_features: int, out_features: int) -> Structure:
         b = self.blocks
-        p, s = divide(in_features, out_features, b)
+        p, s = self.divide(in_features, out_features, b)
         q = min(p, s)
         if q % b == 0:
             return Structure(
@@ -352,7 +370,7 @@ class BLAST(Family):
     rank: int = field(kw_only=True)
 
     def structure(self, in_features: int, out_features: int) -> Structure:
-        q, p = divide(in_features, out_features, self.blocks)
+        q, p = self.divide(in_features, out_features, self.blocks)
         bound = min(in_features, out_features)
         require_bounded("rank", self.rank, bound, "min(in_features, out_features)")
         return Structure(
@@ -537,8 +555,10 @@ def _find_fitting(family: Family, widths: Mapping[str, int], side: str, size: in
         return features == width
 
     width = widths[side]
+    below = range(width - 1, width // 2, -1)
+    above = range(width + 1, size + 1)
     fitting = []
-    for candidates in (range(width - 1, width // 2, -1), range(width + 1, size + 1)):
+    for candidates in (below, above):
         nearest = next(filter(fits, candidates), None)
         if nearest is not None:
             fitting.append(nearest)
@@ -581,9 +601,12 @@ def _tt_sizes(
     rank: int | tuple[int, ...], bounds: list[int], i: tuple[int, ...], j: tuple[int, ...]
 ) -> dict[str, int]:
     """Sizes of all axes; `bounds` are those of the bonds r_1 .. r_(c-1)."""
-    ranks = (rank,) * len(bounds) if isinstance(rank, int) else rank
-    if isinstance(rank, int) and bounds:
-        require_bounded("rank", rank, min(bounds), "min over the bonds")
+    if isinstance(rank, int):
+        ranks = (rank,) * len(bounds)
+        if bounds:
+            require_bounded("rank", rank, min(bounds), "min over the bonds")
+    else:
+        ranks = rank
     for t, (value, bound) in enumerate(zip(ranks, bounds, strict=True), start=1):
         require_bounded(f"rank[{t - 1}]", value, bound, f"of bond {t}")
     sizes = {}

@@ -4,9 +4,7 @@ A width that factors badly (a prime, 50257 = 29 x 1733) is padded to the next on
 """
 
 from functools import lru_cache
-from math import gcd, isqrt
-
-from .arguments import checked
+from math import isqrt
 
 
 @lru_cache(maxsize=4096)
@@ -61,23 +59,6 @@ def divisors(n: int) -> list[int]:
     up_to_root = [k for k in range(1, isqrt(n) + 1) if n % k == 0]
     from_root_on = [n // k for k in up_to_root]
     return sorted({*up_to_root, *from_root_on})
-
-
-@checked
-def divide(in_features: int, out_features: int, blocks: int) -> tuple[int, int]:
-    """Both widths by the number of blocks.
-
-    Raises:
-        ValueError: one is not divisible; the message names the nearest numbers that divide both.
-
-    >>> divide(12, 20, 4)
-    (3, 5)
-    """
-    for side, width in (("in_features", in_features), ("out_features", out_features)):
-        if width % blocks:
-            fits = name_nearest(blocks, divisors(gcd(in_features, out_features)))
-            raise ValueError(f"blocks={blocks} does not divide {side}={width}; {fits}")
-    return in_features // blocks, out_features // blocks
 
 
 def name_nearest(value: int, fits: list[int]) -> str:

@@ -413,7 +413,7 @@ def masses(model: Module) -> dict[str, Any]:
     """The `masses` of `optim.Muon` or `optim.Normed`: layer name -> length of its step at lr = 1; a
     tuple, of each of its cores. That is mass / (M * later sensitivities).
 
-    Without momentum `Muon(net, masses=masses(net), dualize="all")` then makes the steps of
+    Without momentum `Muon(net, masses=masses(net), matrices="all")` then makes the steps of
     `net.dualize()`, and `Normed` those of MN's algorithm 1.
 
     Raises:

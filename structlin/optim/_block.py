@@ -86,7 +86,7 @@ class BlockOptimizer(Optimizer):
         options: Mapping[str, Any] | None = None,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        dualize: str = "hidden",
+        matrices: str = "hidden",
         method: Method = None,
         dtype: Dtype = None,
         adjust_lr_fn: str = "rms",
@@ -99,7 +99,7 @@ class BlockOptimizer(Optimizer):
         nonfinite: str = "raise",
     ) -> None:
         require_choice("nonfinite", nonfinite, NONFINITE)
-        require_choice("dualize", dualize, ("hidden", "all"))
+        require_choice("matrices", matrices, ("hidden", "all"))
         name = type(self).__name__
         if model is None:
             if not isinstance(params, nn.Module):
@@ -110,7 +110,7 @@ class BlockOptimizer(Optimizer):
             model = params
         self.model = model
         self.masses = masses
-        self.dualize = dualize
+        self.matrices = matrices
         self.base = base
         self.depth = depth
         self.nonfinite = nonfinite
@@ -126,7 +126,7 @@ class BlockOptimizer(Optimizer):
         }  # fmt: skip
         self._option_names = tuple(defaults)  # torch adds one of its own to `defaults`
         super().__init__(params, defaults)
-        if dualize == "hidden":
+        if matrices == "hidden":
             self._warn_of_names()
         stepping = {p for group in self.param_groups for p in group["params"]}
         infos = parameters_of(model)
@@ -191,12 +191,12 @@ class BlockOptimizer(Optimizer):
         warn(
             f"{type(self).__name__} steps {', '.join(names[:5])}{remainder} by AdamW, because of "
             "names that heads, embeddings and routers have. If they are hidden layers, give them "
-            'other names, or pass dualize="all", with which heads and routers step as hidden '
+            'other names, or pass matrices="all", with which heads and routers step as hidden '
             "matrices; print(optimizer) shows what steps how"
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "masses", "dualize", "base", "depth", "nonfinite", "_option_names")
+        names = ("model", "masses", "matrices", "base", "depth", "nonfinite", "_option_names")
         return super().__getstate__() | {name: getattr(self, name) for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -219,7 +219,7 @@ class BlockOptimizer(Optimizer):
             kind = info.weight.kind
             factors = transfer.of(info)
             is_idle = not info.decays
-            has_direction = self.dualize == "all" and kind in ("matrix", "embedding")
+            has_direction = self.matrices == "all" and kind in ("matrix", "embedding")
             if (p in hidden or has_direction) and not p.is_complex():
                 decay = 0.0 if is_idle else factors.lr * factors.decay
                 self._kinds[p] = _Kind(_KINDS.index(kind), is_idle, 1.0, decay, 1.0)

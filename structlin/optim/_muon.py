@@ -41,7 +41,7 @@ class Muon(BlockOptimizer):
     lists parameters of three or more dimensions whose name or class says experts, and of which
     nobody has said how the experts lie.
 
-    With `dualize="all"` heads and routers step as hidden matrices, and each vector of an
+    With `matrices="all"` heads and routers step as hidden matrices, and each vector of an
     nn.Embedding by RMS lr * mass, or not at all where it has no gradient, as in MD.
 
     Every group's "lr" is the rate of hidden matrices, and a step multiplies it by the group's
@@ -62,7 +62,8 @@ class Muon(BlockOptimizer):
         momentum: of the average of gradients.
         weight_decay: decoupled: W <- (1 - rate * weight_decay) W first; matrices and embeddings
             only, without those that `no_weight_decay()` names, see `param_groups`.
-        dualize: "hidden" or "all".
+        matrices: which of them step by polar factors: "hidden", or "all", with heads, routers and
+            embeddings.
         method, dtype: of `polar_factor`. None: 5 steps of "fast", singular values above 3e-3 of
             the norm within 1 % of 1; in bfloat16 where `choose_polar` finds it faster.
             "svd" is exact.
@@ -111,7 +112,7 @@ class Muon(BlockOptimizer):
         model: nn.Module | None = None,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
-        dualize: str = "hidden",
+        matrices: str = "hidden",
         method: Method = None,
         dtype: Dtype = None,
         adjust_lr_fn: str = "rms",
@@ -124,7 +125,8 @@ class Muon(BlockOptimizer):
         nonfinite: str = "raise",
     ) -> None:
         super().__init__(
-            params, lr, model=model, momentum=momentum, weight_decay=weight_decay, dualize=dualize,
-            method=method, dtype=dtype, adjust_lr_fn=adjust_lr_fn, masses=masses, base=base,
-            depth=depth, other_lr=other_lr, betas=betas, eps=eps, nonfinite=nonfinite,
+            params, lr, model=model, momentum=momentum, weight_decay=weight_decay,
+            matrices=matrices, method=method, dtype=dtype, adjust_lr_fn=adjust_lr_fn,
+            masses=masses, base=base, depth=depth, other_lr=other_lr, betas=betas, eps=eps,
+            nonfinite=nonfinite,
         )  # fmt: skip

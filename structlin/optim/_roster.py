@@ -8,6 +8,7 @@ from math import inf, sqrt
 import torch
 from torch import Tensor, nn
 
+from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear
 from .._model.kinds import PROTECTED, role_of, widths
 from .._model.linears import find_declared_heads
@@ -234,8 +235,10 @@ def _is_in_a_whole_model(layer: _Linear, layers: list[_Linear]) -> bool:
 
 def _share(info: ParameterInfo, mass: float | tuple[float, ...]) -> tuple[float, ...]:
     """The mass of each core of a layer, or of its one matrix."""
-    structured = isinstance(info.owner, StructuredLinear)
-    cores = len(info.owner.structure.cores) if isinstance(info.owner, StructuredLinear) else 1
+    cores = 1
+    structured = isinstance(info.owner, StructuredLinear | StructuredExperts)
+    if isinstance(info.owner, StructuredLinear | StructuredExperts):
+        cores = len(info.owner.structure.cores)
     if isinstance(mass, tuple) and not (structured and len(mass) == cores):
         what = f"has {cores} cores" if structured else "is no structured layer, it has one mass"
         raise ValueError(f"masses: {info.layer!r} {what}, not {mass!r}")

@@ -6,6 +6,7 @@ take little memory and time; those of a dense layer of width d take d^3.
 """
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from math import ceil, log2, sqrt
 from typing import Any
 
@@ -32,7 +33,9 @@ SLACK = 1.01  # of a direction's norm over its bound: the rounding to 16 bits
 WINDOW = 50
 SMALL = 40  # a root of V counts as at least 2^-SMALL of the momentum, whose quotient is then finite
 FORGOTTEN = 10  # the old V counts as at least 4^-FORGOTTEN of itself, so that no unit loses it
-SMALL_SIDE = 256  # of a basis, up to which one thread finds it sooner than several
+SMALL_SIDE = 256  # of a basis, up to which one thread finds it sooner than several do together
+CHUNK = 16  # blocks that a thread turns at a time: they stay in its cache
+WORK_OF_A_THREAD = 2**22  # cubes of sides that are worth a thread, about a millisecond
 _SIDES = ("left", "right")
 _NONE = torch.empty(0, 0)
 
@@ -151,7 +154,7 @@ class SOAP(BlockOptimizer):
     short until V has forgotten it, as Adam's are.
 
     Args:
-        params, lr, model, weight_decay, dualize, method, dtype, adjust_lr_fn, masses, base, depth,
+        params, lr, model, weight_decay, matrices, method, dtype, adjust_lr_fn, masses, base, depth,
             other_lr, betas, eps, nonfinite: as of `Muon`.
         momentum: of the average of gradients.
         shampoo_beta: of all averages but the momentum.
@@ -186,7 +189,7 @@ class SOAP(BlockOptimizer):
         precondition_frequency: int = 5,
         max_precond_dim: int = 1024,
         weight_decay: float = 0.0,
-        dualize: str = "hidden",
+        matrices: str = "hidden",
         method: Method = None,
         dtype: Dtype = None,
         adjust_lr_fn: str = "rms",
@@ -205,7 +208,7 @@ class SOAP(BlockOptimizer):
         }
         super().__init__(
             params, lr, model=model, options=options, momentum=momentum, weight_decay=weight_decay,
-            dualize=dualize, method=method, dtype=dtype, adjust_lr_fn=adjust_lr_fn, masses=masses,
+            matrices=matrices, method=method, dtype=dtype, adjust_lr_fn=adjust_lr_fn, masses=masses,
             base=base, depth=depth, other_lr=other_lr, betas=betas, eps=eps, nonfinite=nonfinite,
         )  # fmt: skip
 
@@ -308,33 +311,52 @@ def _rotate(x: Tensor, left: Tensor, right: Tensor, buffer: Tensor) -> tuple[Ten
 
 
 def _orthonormalize(x: Tensor) -> Tensor:
-    """The Q of a QR of each block. LAPACK takes small blocks one by one; several threads would wait
-    for one another, three times as long as one works."""
-    is_small = x.is_cpu and x.shape[-1] <= SMALL_SIDE
-    if torch.compiler.is_compiling() or not is_small:
-        q: Tensor = householder_product(*geqrf(x))
-        return q
-    with limit_threads(1):
-        q = householder_product(*geqrf(x))
+    """The Q of a QR of each block. A Cholesky QR of nearly as good a basis needs two passes, or
+    float64, where Shampoo's factors have condition numbers of 100 and more; it takes as long."""
+    q: Tensor = householder_product(*geqrf(x))
     return q
 
 
 def _turn(state: dict[str, Tensor], side: str) -> None:
-    """The next basis of a side, by a step of orthogonal iteration, those of the largest values
-    first, and V in the same order."""
+    """The next basis of a side, and V in it, in place.
+
+    LAPACK takes blocks one by one, and several threads on a small block wait for one another, three
+    times as long as one works. So each thread takes some of the blocks, a few at a time. Every
+    block has the same bits on any number of threads.
+    """
+    factors = state[side]
+    bases = state[f"{side}_basis"]
+    # V (blocks, m, n) is in the bases, so its rows are sorted as Q_L's columns are; for Q_R columns
+    squares = state["exp_avg_sq"] if side == "left" else state["exp_avg_sq"].mT
+    size = factors.shape[-1]
+    if torch.compiler.is_compiling() or not factors.is_cpu or size > SMALL_SIDE:
+        _iterate(factors, bases, squares)
+        return
+
+    tensors = (factors, bases, squares)
+    chunks = [*zip(*(torch.split(tensor, CHUNK) for tensor in tensors), strict=True)]
+    worth = factors.numel() * size // WORK_OF_A_THREAD
+    threads = max(1, min(torch.get_num_threads(), len(chunks), worth))
+
+    def turn_chunks(first: int) -> None:
+        for chunk in chunks[first::threads]:
+            _iterate(*chunk)
+
+    with limit_threads(1), ThreadPoolExecutor(threads) as pool:
+        others = [pool.submit(turn_chunks, first) for first in range(1, threads)]
+        turn_chunks(0)
+        for other in others:
+            other.result()
+
+
+def _iterate(factors: Tensor, bases: Tensor, squares: Tensor) -> None:
+    """A step of orthogonal iteration, the columns of the largest values first, in place."""
     # Q <- the Q of a QR of (L Q) P, where P sorts the diagonal of Q^T L Q: of L (blocks, m, m) the
-    # estimates of its eigenvalues. V (blocks, m, n) is in the basis, so its rows are sorted as Q's
-    # columns are; for R (blocks, n, n) its columns.
-    factor = state[side]
-    basis = state[f"{side}_basis"]
-    squares = state["exp_avg_sq"]
-    product = factor @ basis
-    eigenvalues = (basis * product).sum(-2)  # (blocks, m)
+    # estimates of its eigenvalues.
+    product = factors @ bases
+    eigenvalues = (bases * product).sum(-2)  # (blocks, m)
     order = eigenvalues.argsort(-1, descending=True)
     block_numbers = torch.arange(len(order), device=order.device)[:, None]
     sorted_columns = product.mT[block_numbers, order].mT
-    basis.copy_(_orthonormalize(sorted_columns))
-    if side == "left":
-        squares.copy_(squares[block_numbers, order])
-    else:
-        squares.copy_(squares.mT[block_numbers, order].mT)
+    bases.copy_(_orthonormalize(sorted_columns))
+    squares.copy_(squares[block_numbers, order])

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear
 from .._model.parameters import (
     ParameterInfo,
@@ -179,7 +180,7 @@ def _ratio(size: int, other: int) -> float:
 
 
 def _core(info: ParameterInfo) -> tuple[Core, int]:
-    assert isinstance(info.owner, StructuredLinear)
+    assert isinstance(info.owner, StructuredLinear | StructuredExperts)
     assert info.weight.core is not None
     cores = info.owner.structure.cores
     return cores[info.weight.core], len(cores)
@@ -195,7 +196,7 @@ def _in_any(blocks: Iterable[str], name: str) -> str:
 
 def _widths(owner: nn.Module, weight: Weight) -> tuple[int, int]:
     """The features that a layer reads for one that it makes, and those that it makes."""
-    if isinstance(owner, StructuredLinear):
+    if isinstance(owner, StructuredLinear | StructuredExperts):
         return owner.in_features, owner.out_features
     return weight.fan_in * weight.positions, weight.fan_out * weight.groups
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from .._structure.arguments import ANY_INTEGER, MAX_STEPS, Range, checked
 from .._tables import Table
 from ..duality import promote
-from ._live import format_number, rms_of, rms_over_calls, watch_outputs
+from ._outputs import format_number, rms_of, rms_over_calls, watch_outputs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -109,29 +109,34 @@ class CoordinateCheck:
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(9, 5), layout="constrained")
-        last_step = max(row.step for row in self.rows)
-        steep = {(slope.layer, slope.quantity): slope for slope in self.not_flat}
-        for axis, quantity in zip(figure.subplots(1, 2), ("output", "change"), strict=True):
-            slopes = [slope for slope in steep.values() if slope.quantity == quantity]
-            slopes.sort(key=lambda slope: -abs(slope.slope))
-            named = {slope.layer: slope for slope in slopes[:NAMED]}
-            for layer in dict.fromkeys(row.layer for row in self.rows):
-                rows = [row for row in self.rows if (row.layer, row.step) == (layer, last_step)]
-                sizes = {row.width: getattr(row, quantity) for row in rows}
-                style: dict[str, Any] = {"color": "0.7", "zorder": 0}
-                if layer in named:
-                    slope = named[layer]
-                    style = {"label": f"{layer} {slope.slope:+.2f} (step {slope.step})"}
-                elif (layer, quantity) in steep:
-                    style = {"color": "0.4", "zorder": 1}
-                axis.plot([*sizes], [*sizes.values()], ".-", **style)
-            axis.set_xscale("log", base=2)
-            axis.set(yscale="log", xlabel="width", ylabel=f"RMS of {quantity}, step {last_step}")
-            if named:
-                unnamed = len(slopes) - len(named)
-                title = f"not flat, and {unnamed} more" if unnamed else "not flat"
-                axis.legend(fontsize="small", title=title, loc="upper center", bbox_to_anchor=BELOW)
+        for panel, quantity in zip(figure.subplots(1, 2), ("output", "change"), strict=True):
+            self._draw_panel(panel, quantity)
         return figure
+
+    def _draw_panel(self, panel: Any, quantity: str) -> None:
+        last_step = max(row.step for row in self.rows)
+        steep = [slope for slope in self.not_flat if slope.quantity == quantity]
+        steep.sort(key=lambda slope: -abs(slope.slope))
+        styles: dict[str, dict[str, Any]] = {}  # of layers that are not flat
+        for slope in steep[:NAMED]:
+            label = f"{slope.layer} {slope.slope:+.2f} (step {slope.step})"
+            styles[slope.layer] = {"label": label}
+        for slope in steep[NAMED:]:
+            styles[slope.layer] = {"color": "0.4", "zorder": 1}
+
+        flat: dict[str, Any] = {"color": "0.7", "zorder": 0}
+        rms: dict[str, dict[int, float]] = defaultdict(dict)  # layer -> width -> RMS
+        for row in self.rows:
+            if row.step == last_step:
+                rms[row.layer][row.width] = getattr(row, quantity)
+        for layer, by_width in rms.items():
+            panel.plot([*by_width], [*by_width.values()], ".-", **styles.get(layer, flat))
+        panel.set_xscale("log", base=2)
+        panel.set(yscale="log", xlabel="width", ylabel=f"RMS of {quantity}, step {last_step}")
+        if steep:
+            unnamed = len(steep[NAMED:])
+            title = f"not flat, and {unnamed} more" if unnamed else "not flat"
+            panel.legend(fontsize="small", title=title, loc="upper center", bbox_to_anchor=BELOW)
 
     def __str__(self) -> str:
         layers = dict.fromkeys(slope.layer for slope in self.not_flat)
@@ -278,7 +283,7 @@ def _train(
         )
     outputs = _run(model, batches[0], loss)
     outputs_before = outputs
-    yield {name: _measure(outputs[name], outputs_before[name]) for name in outputs}
+    yield _measure(outputs, outputs_before)
     for step in range(steps):
         value = loss(model, batches[step % len(batches)])
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -291,7 +296,7 @@ def _train(
         torch.autograd.backward(value)
         optimizer.step()
         outputs = _run(model, batches[0], loss)
-        yield {name: _measure(outputs[name], outputs_before[name]) for name in outputs}
+        yield _measure(outputs, outputs_before)
 
 
 def _run(
@@ -308,11 +313,16 @@ def _run(
     return outputs
 
 
-def _measure(calls: Sequence[Tensor], calls_before: Sequence[Tensor]) -> Size:
-    changes = [promote(y) - promote(old) for y, old in zip(calls, calls_before, strict=True)]
-    output = rms_over_calls([rms_of(y) for y in calls])
-    change = rms_over_calls([rms_of(y) for y in changes])
-    return Size(output, change)
+def _measure(
+    outputs: dict[str, list[Tensor]], outputs_before: dict[str, list[Tensor]]
+) -> dict[str, Size]:
+    sizes = {}
+    for name, calls in outputs.items():
+        pairs = zip(calls, outputs_before[name], strict=True)
+        changes = [promote(y) - promote(before) for y, before in pairs]
+        output = rms_over_calls([rms_of(y) for y in calls])
+        sizes[name] = Size(output, rms_over_calls([rms_of(change) for change in changes]))
+    return sizes
 
 
 @contextmanager

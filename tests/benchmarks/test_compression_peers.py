@@ -145,3 +145,12 @@ def test_int8_takes_a_quarter_of_the_bytes():
     assert counts["params"] == 480
     assert counts["bytes"] == 480 + 4 * (20 + 12)  # a scale for each output
     torch.testing.assert_close(model(**data), expected, atol=0.05, rtol=0.1)
+
+
+def test_layers_get_the_ranks_that_are_given_and_the_others_stay_dense():
+    model = Encoder()
+    weight = model.encoder[0].weight.clone()
+    counts = peers.truncate(model, peers.layers_of(model, "encoder."), 1.0, ranks={"encoder.2": 3})
+    assert torch.equal(model.encoder[0].weight, weight)
+    assert model.encoder[2].v.shape == (3, 20)
+    assert counts["params"] == 240 + 3 * 32

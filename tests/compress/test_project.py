@@ -19,7 +19,6 @@ from structlin import (
     BlockDiagonal,
     LowRank,
     Monarch,
-    Plan,
     StructuredLinear,
     compress,
     distill,
@@ -30,6 +29,7 @@ from structlin import (
 from structlin._compress import moments
 from structlin._compress import project as projecting
 from structlin._compress.project import DRAW
+from structlin._convert.plan import Plan
 from tests.compress.test_replay import Skips
 from tests.models import snapshot
 

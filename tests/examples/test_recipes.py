@@ -33,6 +33,25 @@ def test_a_recipe_without_its_library_ends_with_what_to_install(
     assert stopped.value.code == status
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_healed_run_of_the_trainer_ends_as_one_without_a_break(optimizer, monkeypatch, capsys):
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    sys.modules.pop("characters", None)  # of a test above, which finds no library
+    monkeypatch.syspath_prepend(RECIPES)
+    program = "heal_with_trainer.py"
+    monkeypatch.setattr("sys.argv", [program, "--smoke", "--optimizer", optimizer])
+    recipe = runpy.run_path(str(RECIPES / program))
+    recipe["main"]()  # which ends the program if a weight differs
+    monkeypatch.delitem(sys.modules, "characters")
+    *_, line = capsys.readouterr().out.splitlines()
+    before, after = (float(number) for number in line.replace(",", "").split()[1:4:2])
+    assert 0 < after != before
+    assert line.endswith(f"resumed {after:.4f}")
+
+
 def test_the_page_names_every_recipe():
     page = (RECIPES.parents[1] / "docs" / "recipes.md").read_text(encoding="utf-8")
     assert PROGRAMS

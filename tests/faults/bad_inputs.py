@@ -189,11 +189,6 @@ def blocks() -> nn.Module:
     return nn.ModuleList([dense(), dense()])
 
 
-def watch(model: Any, every: Any) -> None:
-    with stability.watch(model, every=every):
-        model(rows())
-
-
 def of(make: Callable[[], Any], method: str) -> Callable[..., Any]:
     """A method of a new object for each call."""
 
@@ -236,7 +231,7 @@ CALLS: dict[str, Call] = {
     "family": (structlin.family, lambda: {"name": "btt"}),
     "family(rank)": (lambda rank: structlin.family("btt", rank=rank), lambda: {"rank": 1}),
     "Family.activate": (BTT().activate, lambda: {"between": "silu"}),
-    "divide": (structlin.divide, lambda: {**widths, "blocks": 2}),
+    "Family.divide": (structlin.Family.divide, lambda: {**widths, "blocks": 2}),
     "Structure": (
         lambda signature, core, size: Structure(signature, "r i", core, i=8, o=8, r=size),
         lambda: {"signature": "i -> o", "core": "o r", "size": 2},
@@ -358,7 +353,6 @@ CALLS: dict[str, Call] = {
     "modular.Module.dualize": (of(net, "dualize"), dict),
     "modular.Module.dual_norm": (of(net, "dual_norm"), dict),
     "modular.Module.descend_": (of(net, "descend_"), lambda: {"lr": 0.1}),
-    "stability.watch": (watch, lambda: {"model": dense(), "every": 1}),
     "stability.coordinate_check": (
         stability.coordinate_check,
         lambda: {

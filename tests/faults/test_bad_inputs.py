@@ -13,7 +13,6 @@ from structlin import (
     Family,
     Structure,
     StructuredLinear,
-    divide,
     param_groups,
     save,
 )
@@ -131,7 +130,7 @@ def test_what_is_legal_is_taken():
 def test_integers_of_numpy_become_pythons():
     family = BTT(rank=np.int64(2), cores=np.int32(2))
     layer = StructuredLinear(np.int64(16), np.int64(16), family)
-    numbers = family.rank, family.cores, layer.in_features, *divide(np.int64(8), 4, 2)
+    numbers = family.rank, family.cores, layer.in_features, *Family.divide(np.int64(8), 4, 2)
     assert numbers == (2, 2, 16, 4, 2)
     assert all(type(number) is int for number in numbers)
     assert BTT(rank=(np.int64(2), 3), cores=3).to_dict()["rank"] == (2, 3)

@@ -292,6 +292,52 @@ def test_a_torch_that_is_too_old_is_told_so(monkeypatch):
         build.build()
 
 
+ONLY_A_LAYER = """
+import os
+import torch
+import structlin
+from structlin.optim import Muon
+
+model = torch.nn.Sequential(torch.nn.Linear(64, 80, bias=False))
+model[0].weight.grad = torch.randn(80, 64)
+structlin.show_config()
+structlin.polar_factor(torch.randn(3, 8, 16))
+Muon(model, matrices="all").step()
+print("compiled:", os.path.exists(os.environ["COMPILED"]))
+structlin.StructuredLinear(8, 8)(torch.zeros(1, 8))
+print("compiled:", os.path.exists(os.environ["COMPILED"]))
+"""
+
+
+def test_nothing_compiles_but_a_layer_that_runs(tmp_path):
+    script = 'case "$*" in *--version*) echo 1;; *) touch "$COMPILED"; exit 1;; esac'
+    environment = {
+        **os.environ,
+        "CXX": str(write_compiler(tmp_path / "compiler", script)),
+        "COMPILED": str(tmp_path / "compiled"),
+        "STRUCTLIN_CACHE": str(tmp_path / "empty"),
+        "STRUCTLIN_CXXFLAGS": "",  # so that no library of a wheel is taken
+    }
+    command = [sys.executable, "-c", ONLY_A_LAYER]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "(until the first layer runs, which compiles the engine in half a minute)" in run.stdout
+    assert [line for line in run.stdout.splitlines() if line.startswith("compiled:")] == [
+        "compiled: False",
+        "compiled: True",
+    ]
+    assert "plain products instead" in run.stderr
+
+
+def test_what_was_built_before_is_found_without_compiling(tiny, monkeypatch):
+    assert build.find_built() is None
+    assert not tiny.exists()
+    path = build.build()
+    monkeypatch.setattr(build, "_compile", None)
+    assert build.find_built() == path
+    tiny.chmod(0o777)  # not trusted
+    assert build.find_built() is None
+
+
 @here
 def test_show_config_says_what_runs(capsys):
     show_config()

@@ -155,7 +155,7 @@ def test_small_matrices_of_any_dtype_take_it_and_others_the_loop(method, dtype, 
     polar_factor(matrix.double(), method=method)
     polar_factor(torch.randn(128, 128), method=method)  # large
     assert not calls
-    monkeypatch.setattr(polar, "available", lambda x: False)
+    monkeypatch.setattr(polar, "has_engine", lambda: False)
     slack = 1e-4 + torch.finfo(dtype).eps  # of float32's rounding, and of the result's
     assert_close(polar_factor(matrix, method=method), dual, rtol=0, atol=slack)
     assert not calls
@@ -197,3 +197,18 @@ def test_flops_are_counted():
         polar.polar([torch.randn(3, 4, 6), torch.randn(2, 8, 5)], FAST)
     each = 3 * (2 * 6 * 4 * 4 + 4**3) + 2 * (2 * 8 * 5 * 5 + 5**3)  # multiply-adds of a step
     assert counter.get_total_flops() == 2 * each * len(FAST)
+
+
+def test_an_engine_that_a_layer_builds_later_changes_no_polar_factor(monkeypatch):
+    gradient = torch.randn(80, 64)
+    by_engine = polar_factor(gradient)
+    polar._has_engine.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(library, "load_if_built", lambda: False)
+            before = polar_factor(gradient)
+        after = polar_factor(gradient)
+    finally:
+        polar._has_engine.cache_clear()
+    assert torch.equal(after, before)
+    assert not torch.equal(before, by_engine)

@@ -123,7 +123,7 @@ def test_muon_without_momentum_makes_the_steps_of_dualize(case):
     twin = copy.deepcopy(net)
     for module in (net, twin):
         backward(module, x)
-    options = {"momentum": 0.0, "method": "ns", "dualize": "all"}
+    options = {"momentum": 0.0, "method": "ns", "matrices": "all"}
     Muon(net, lr=0.1, masses=masses(net), **options).step()
     twin.descend_(0.1)
     torch.testing.assert_close(values(net), values(twin), rtol=1e-9, atol=1e-9)

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.harness.live import watch
 from structlin import BTT, convert, plan
 from structlin._model.parameters import weights_of
 from structlin.optim import SOAP, Muon, Normed, declare_weights, param_groups
 from structlin.optim._stacks import from_matrices, to_matrices
-from structlin.stability import watch
 
 EXPERTS, WIDTH, HIDDEN = 3, 6, 4
 

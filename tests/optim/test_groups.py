@@ -221,7 +221,7 @@ def test_rate_times_decay_goes_as_the_named_power_of_the_rate_and_muons_is_const
     base = {256: 64, 768: 192, 1024: 256}
     groups = param_groups(model, 0.01, weight_decay=0.1, base=base, weight_decay_scaling=scaling)
     rates, decays = flat(groups, "lr_mult"), flat(groups, "weight_decay")
-    muon = Muon(model, 0.01, weight_decay=0.1, base=base, dualize="all").param_groups
+    muon = Muon(model, 0.01, weight_decay=0.1, base=base, matrices="all").param_groups
     for name, value in flat(muon, "weight_decay").items():
         if value:
             assert 0.01 * rates[name] * decays[name] == pytest.approx(0.001 * rates[name] ** power)

@@ -112,7 +112,7 @@ def test_embeddings_move_by_lr_in_rms_and_only_where_they_have_a_gradient(sparse
     module = nn.Embedding(10, 16, sparse=sparse)
     before = module.weight.detach().clone()
     module(torch.tensor([1, 4, 4])).pow(3).sum().backward()
-    Muon(module, lr=0.1, dualize="all").step()
+    Muon(module, lr=0.1, matrices="all").step()
     rms = (module.weight.detach() - before).square().mean(-1).sqrt()
     torch.testing.assert_close(rms, torch.tensor([0, 0.1, 0, 0, 0.1, 0, 0, 0, 0, 0]))
 
@@ -154,7 +154,7 @@ def test_large_finite_gradients_are_no_reason_to_stop():
 def test_what_no_weight_decay_names_does_not_decay():
     model = convert(GPT(depth=1), BTT(), include="ffn")
     model.no_weight_decay = lambda: {"wte.weight", "h.0.mlp.c_fc.weight", "lm_head.weight"}
-    optimizer = Muon(model, lr=0.1, weight_decay=0.5, masses={"*": 1e-30}, dualize="all")
+    optimizer = Muon(model, lr=0.1, weight_decay=0.5, masses={"*": 1e-30}, matrices="all")
     kinds = [(group["kind"], group["weight_decay"]) for group in optimizer.param_groups]
     assert kinds == [("matrix", 0.5), ("matrix", 0.0), ("embedding", 0.0), ("other", 0.0)]
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -188,7 +188,7 @@ def test_groups_may_have_options_of_their_own():
     optimizer = Muon(
         [{"params": rest, "lr": 0.05}, {"params": head, "lr": 0.01, "momentum": 0.5}],
         model=model,
-        dualize="all",
+        matrices="all",
     )
     found = [(g["kind"], g["lr"], g["lr_mult"], g["momentum"]) for g in optimizer.param_groups]
     assert found == [
@@ -419,7 +419,7 @@ def test_a_polar_factor_with_an_impossible_norm_is_an_error_before_anything_has_
         ({"masses": {"0": (1, 2)}}, "masses: '0' is no structured layer"),
         ({"masses": {"1": (1, 2, 3)}}, r"masses: '1' has 2 cores, not \(1, 2, 3\)"),
         ({"masses": {"7": 1}}, "masses: '7' matches no layer; the model has.* '0'"),
-        ({"dualize": "heads"}, "dualize='heads' is unknown; there are hidden, all"),
+        ({"matrices": "heads"}, "matrices='heads' is unknown; there are hidden, all"),
         ({"dtype": "bfloat16"}, "dtype='bfloat16' must be a torch.dtype"),
     ],
 )

@@ -223,7 +223,7 @@ def parallel(cut):
 
 OPTIMIZERS = {
     "Muon": lambda model: Muon(model, lr=0.05, weight_decay=0.1),
-    "all": lambda model: Muon(model, lr=0.05, weight_decay=0.1, dualize="all"),
+    "all": lambda model: Muon(model, lr=0.05, weight_decay=0.1, matrices="all"),
     "SOAP": lambda model: SOAP(model, lr=0.05, weight_decay=0.1, precondition_frequency=2),
     "Normed": lambda model: normed(model),
 }

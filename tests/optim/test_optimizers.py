@@ -153,7 +153,7 @@ def test_a_closure_gives_the_loss_and_hooks_run_around_the_step(make):
         ({"method": "muon"}, "method='muon' is unknown"),
         ({"adjust_lr_fn": "mup"}, "adjust_lr_fn='mup' is unknown"),
         ({"wieght_decay": 0.1}, r"wieght_decay=0\.1 is no option .* take 'weight_decay'"),
-        ({"dualize": "all"}, "dualize='all' is no option that a group of"),
+        ({"matrices": "all"}, "matrices='all' is no option that a group of"),
     ],
 )
 def test_an_option_of_a_group_that_cannot_be_is_refused_when_the_group_is_added(

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from structlin import BTT, StructuredLinear, convert
-from structlin.optim import SOAP, Muon
+from structlin import BTT, Structure, StructuredLinear, convert
+from structlin.optim import SOAP, Muon, _soap
 from structlin.stability import coordinate_check
 from tests.models import GPT, perplexed
 
@@ -389,3 +389,63 @@ def test_states_of_alike_blocks_lie_together_so_that_a_step_copies_none():
         places.append([state.data_ptr() for state in states])
     assert places[0] == places[1] == places[2]
     assert len({state.untyped_storage().data_ptr() for state in states}) == 1
+
+
+def turn_bases(gradients, steps=4):
+    """SOAP's state after some steps by the same gradients `(blocks, m, n)`, a turn in each."""
+    blocks, m, n = gradients.shape
+    layer = StructuredLinear(
+        blocks * n, blocks * m, Structure("b n -> b m", "b m n", b=blocks, m=m, n=n), bias=False
+    )
+    model = nn.ModuleDict({"attn": layer})
+    optimizer = SOAP(model, precondition_frequency=1)
+    for _ in range(steps):
+        layer.cores[0].grad = gradients.clone()
+        optimizer.step()
+    return optimizer.state[layer.cores[0]]
+
+
+def test_bases_have_the_same_bits_on_any_number_of_threads(monkeypatch):
+    monkeypatch.setattr(_soap, "WORK_OF_A_THREAD", 1)
+    gradients = torch.randn(53, 12, 20)
+    threads = torch.get_num_threads()
+    states = {}
+    try:
+        for count in (1, 2, 3, 64):
+            torch.set_num_threads(count)
+            states[count] = turn_bases(gradients)
+            assert torch.get_num_threads() == count
+    finally:
+        torch.set_num_threads(threads)
+    for state in states.values():
+        for name, value in states[1].items():
+            assert torch.equal(state[name], value), name
+    first = turn_bases(gradients[:1])  # no block depends on its company
+    torch.testing.assert_close(first["left_basis"][0], states[3]["left_basis"][0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("zeros", [0, 5])
+@pytest.mark.parametrize("condition", [1.0, 1e3, 1e6, 1e12])
+def test_bases_are_orthonormal_and_span_the_leading_eigenvectors_whatever_the_condition_number(
+    condition, zeros
+):
+    blocks, m = 3, 24
+    left, right = (torch.linalg.qr(torch.randn(blocks, m, m).double()).Q for _ in range(2))
+    values = torch.logspace(0, -math.log10(condition) / 2, m).double()
+    gradients = (left * values) @ right
+    gradients[:, :, m - zeros :] = 0
+    state = turn_bases(gradients.float(), steps=30)
+    for side, factors in (("left", gradients @ gradients.mT), ("right", gradients.mT @ gradients)):
+        basis = state[f"{side}_basis"].double()
+        identity = torch.eye(m).double().expand(blocks, m, m)
+        torch.testing.assert_close(basis.mT @ basis, identity, rtol=0, atol=1e-5)
+        eigenvalues, vectors = torch.linalg.eigh(factors)  # ascending
+        for n in range(blocks):
+            ratios = eigenvalues[n, 1:] / eigenvalues[n, :-1].clamp(min=1e-30)
+            gaps = (ratios > 1.5).nonzero() + 1
+            gaps = gaps[eigenvalues[n, gaps] > 1e-4 * eigenvalues[n, -1]].tolist()
+            assert gaps or condition < 1e6
+            for gap in gaps:
+                leading = vectors[n, :, gap:]
+                residual = leading - basis[n, :, : m - gap] @ (basis[n, :, : m - gap].T @ leading)
+                assert residual.norm() < 1e-3

@@ -97,7 +97,7 @@ def test_hidden_layers_that_adamw_steps_for_their_names_sake_are_listed_once(nam
         for p in model.parameters():
             p.grad = torch.ones_like(p)
         optimizer.step()
-        make(model, dualize="all")
+        make(model, matrices="all")
         model.requires_grad_(False)
         make(model)
 
@@ -119,7 +119,7 @@ def test_an_optimizer_prints_what_steps_how():
     model = convert(GPT(width=64, depth=2), BTT(), include="ffn")
     model.h[0].attn.requires_grad_(False)
     count = sum(p.numel() for p in model.parameters())
-    muon = str(Muon(model, lr=0.02, other_lr=1e-3, dualize="all")).splitlines()
+    muon = str(Muon(model, lr=0.02, other_lr=1e-3, matrices="all")).splitlines()
     assert muon[0] == "Muon"
     rows = [row.split("   ") for row in muon[3:]]
     cells = [[cell.strip() for cell in row if cell.strip()] for row in rows]

@@ -118,11 +118,18 @@ def _name_variant(name: str) -> str:
 # ---- this machine's library ----------------------------------------------------------------------
 
 
-def build() -> Path:
-    """The library of this machine, built if there is none.
+class Recipe(NamedTuple):
+    """How this machine's library is made, and how its name begins."""
+
+    command: tuple[str, ...]
+    stem: str
+
+
+def read_recipe() -> Recipe:
+    """Nothing is compiled.
 
     Raises:
-        RuntimeError: no compiler, torch is too old, no folder for the library, or the build fails.
+        RuntimeError: no compiler, or torch or the system is not supported.
     """
     if _torch_version() < OLDEST:
         raise RuntimeError(
@@ -134,6 +141,35 @@ def build() -> Path:
     flags = (*FLAGS, "-march=native", *shlex.split(os.environ.get("STRUCTLIN_CXXFLAGS", "")))
     version = _run([*compiler, "--version"])
     stem = f"engine-{_hash_sources(*flags, torch.__version__, version, describe_cpu())}"
+    return Recipe((*compiler, *flags), stem)
+
+
+def find_built() -> Path | None:
+    """The library of this machine, if it was built before. Nothing is compiled or written.
+
+    Raises:
+        RuntimeError: as `read_recipe`.
+    """
+    stem = read_recipe().stem
+    for folder in _list_folders():
+        try:
+            folder = folder.resolve()
+            _require_private(folder)
+            library = _find_library(folder, stem)
+        except OSError:  # `build` says why
+            continue
+        if library is not None:
+            return library
+    return None
+
+
+def build() -> Path:
+    """The library of this machine, built if there is none.
+
+    Raises:
+        RuntimeError: as `read_recipe`; or no folder for the library, or the build fails.
+    """
+    command, stem = read_recipe()
     reasons = []
     for folder in _list_folders():
         try:
@@ -148,7 +184,7 @@ def build() -> Path:
                 if library is not None:
                     return library
                 _tell(f"building its CPU engine, once, into {folder}: about half a minute")
-                return _compile([*compiler, *flags], folder, stem)
+                return _compile(command, folder, stem)
         except OSError as error:
             reasons.append(str(error))
     why = "; ".join(reasons)

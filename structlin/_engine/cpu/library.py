@@ -1,5 +1,5 @@
 """The compiled CPU engine `cpu.cpp`, loaded at first use: from the wheel, or else built once for
-this machine and kept in a cache, see `build`.
+this machine and kept in a cache, see `build`. Only a layer that runs compiles it.
 
     STRUCTLIN_ENGINE=off    plain products instead
 
@@ -33,6 +33,7 @@ class State(NamedTuple):
 
 
 _state: State | None = None
+_FAULTS = (OSError, RuntimeError, ValueError, subprocess.SubprocessError)
 
 
 @call_while_tracing
@@ -46,6 +47,17 @@ def load() -> bool:
     return _state.loaded
 
 
+@call_while_tracing
+def load_if_built() -> bool:
+    """Whether the engine runs, without compiling it: the first call that finds it loads it."""
+    global _state
+    if _state is None:
+        with _lock:
+            if _state is None:
+                _state = _load_built()
+    return _state is not None and _state.loaded
+
+
 def _renew_lock() -> None:
     """A child that is forked while a thread builds lacks that thread, which would free its lock."""
     global _lock
@@ -56,12 +68,38 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_renew_lock)
 
 
-def _load() -> State:
+def _read_switch() -> State | None:
+    """The state of an engine that the user switches off."""
     chosen = os.environ.get("STRUCTLIN_ENGINE", "")
     if chosen.lower() in ("off", "0", "no", "false"):
         return State(False, f"STRUCTLIN_ENGINE={chosen} switches the engine off")
+    return None
+
+
+def _load_built() -> State | None:
+    """None: there is no library yet, or one that cannot be used, of which `_load` tells."""
+    from . import build
+
+    switched_off = _read_switch()
+    if switched_off is not None:
+        return switched_off
+    for find in (build.find_shipped, build.find_built):
+        try:
+            path = find()
+            if path is not None:
+                torch.ops.load_library(path)  # type: ignore[no-untyped-call]
+                return State(True, str(path))
+        except _FAULTS:
+            continue
+    return None
+
+
+def _load() -> State:
     from . import build  # not above: `python -m structlin._engine.cpu.build` would run it twice
 
+    switched_off = _read_switch()
+    if switched_off is not None:
+        return switched_off
     reason = ""
     for find, consequence in (
         (build.find_shipped, "the CPU engine that the wheel brought is not used"),
@@ -72,7 +110,7 @@ def _load() -> State:
             if path is not None:
                 torch.ops.load_library(path)  # type: ignore[no-untyped-call]
                 return State(True, str(path))
-        except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
+        except _FAULTS as error:
             reason = " ".join(str(error).split())[:300]
             _log.warning("%s: %s", consequence, reason)
     return State(False, reason)
@@ -87,23 +125,35 @@ def has_matrix_unit() -> bool:
 
 
 def describe() -> dict[str, str]:
-    """Which engine multiplies, for what, and why not a faster one.
+    """Which engine multiplies, for what, and why not a faster one. Nothing is compiled.
 
     >>> sorted(describe()) >= ["CPU", "CUDA"]
     True
     """
     from .build import find_variants
 
-    engine = "compiled engine" if load() else _name_products("cpu")
-    reason = "" if _state is None else _state.reason
+    loaded = load_if_built()
+    engine = "compiled engine" if loaded else _name_products("cpu")
+    reason = _foretell() if _state is None else _state.reason
     lines = {"CPU": f"{engine} ({reason}), torch's {torch.get_num_threads()} threads"}
-    if load():
+    if loaded:
         l1, l2, bits = torch.ops.structlin.machine(torch.empty(0))
         lines["caches"] = f"{l1 >> 10} KB and {l2 >> 10} KB of a core, vectors of {bits} bits"
     variants = find_variants()
     if variants:
         lines["instructions"] = variants[0]
     return lines | _describe_accelerators()
+
+
+def _foretell() -> str:
+    """What the first layer that runs will find, where there is no engine yet."""
+    from .build import read_recipe
+
+    try:
+        read_recipe()
+    except _FAULTS as error:
+        return str(error)
+    return "until the first layer runs, which compiles the engine in half a minute"
 
 
 def _describe_accelerators() -> dict[str, str]:
@@ -126,7 +176,8 @@ def _name_products(device: str) -> str:
 
 
 def show_config() -> None:
-    """Print which engine multiplies, for what, and why not a faster one.
+    """Print which engine multiplies, for what, and why not a faster one. Nothing is compiled: the
+    CPU's engine is, once, when a layer first runs.
 
     >>> show_config()  # doctest: +ELLIPSIS
     CPU: ...

@@ -2,6 +2,7 @@
 torch.compile and FLOP counters know."""
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -9,15 +10,34 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from ..operators import available
+from ..._torch import call_while_tracing
+from ..operators import is_plain
+from . import library
 
 torch.library.define("structlin::polar", "(Tensor[] stacks, float[] coefficients) -> Tensor[]")
 _polar = torch.ops.structlin.polar.default
 
 
+@cache
+def _has_engine() -> bool:
+    """Whether the engine computes polar factors: it runs, or was built before. Nothing is compiled.
+
+    The first answer holds for the whole process: no result changes because a layer builds the
+    engine later.
+    """
+    return library.load_if_built()
+
+
+@call_while_tracing
+def has_engine() -> bool:
+    """`_has_engine`, as a constant of what is compiled: torch.compile traces no cache."""
+    return _has_engine()
+
+
 def takes(x: Tensor) -> bool:
-    """Whether the operator takes x `(batch, m, n)`, of which no derivative is taken."""
-    return not (torch.is_grad_enabled() and x.requires_grad) and available(x)
+    """Whether the operator takes x `(batch, m, n)` in float32, of which no derivative is taken."""
+    derived = torch.is_grad_enabled() and x.requires_grad
+    return not derived and x.is_cpu and has_engine() and is_plain(x)
 
 
 def polar(stacks: Sequence[Tensor], schedule: Sequence[tuple[float, float, float]]) -> list[Tensor]:

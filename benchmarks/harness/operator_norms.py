@@ -4,22 +4,34 @@ Source: Musco & Musco 2015 (arXiv:1504.05477), randomised block Krylov iteration
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
-from .._engine.product import apply
-from .._layer.linear import StructuredLinear
-from .._model.parameters import Weight, named_modules, weights_of
-from ..duality import promote
-from ..optim._stacks import to_matrices
+from structlin._engine.product import apply
+from structlin._layer.experts import StructuredExperts
+from structlin._layer.linear import StructuredLinear
+from structlin._model.parameters import Weight, weights_of
+from structlin.duality import promote
+from structlin.optim._stacks import to_matrices
+from structlin.stability._outputs import modules_by_name
 
-VECTORS, POWERS, SWEEPS = 8, 2, 32  # of a block; of W^T W in a sweep; at most
+VECTORS = 8  # of a block
+POWERS = 2  # of W^T W in a sweep
+SWEEPS = 32  # at most
 TOLERANCE = 1e-2  # a sweep that raises the estimate by less is the last
+
+
+class Norm(NamedTuple):
+    """The norm of an operator."""
+
+    value: float
+    vectors: Tensor | None  #: its leading right singular vectors, where the next search starts
 
 
 @dataclass(frozen=True)
@@ -27,7 +39,7 @@ class Operator:
     """The linear map of a layer, on inputs of one shape, which is `()` for an embedding."""
 
     module: nn.Module
-    own: str  #: attribute of the module that it multiplies by
+    attribute: str  #: of the module: what it multiplies by
     weight: Weight
     shape: tuple[int, ...]
 
@@ -35,7 +47,7 @@ class Operator:
         """What it multiplies by, now."""
         if isinstance(self.module, StructuredLinear):
             return self.module.effective_cores()
-        weight = getattr(self.module, self.own)
+        weight = getattr(self.module, self.attribute)
         assert isinstance(weight, Tensor)
         return [weight]
 
@@ -53,18 +65,19 @@ class Operator:
         return x @ weights[0] if self.weight.stored == "n m" else F.linear(x, weights[0])
 
     @torch.no_grad()
-    def norm(
-        self, before: Sequence[Tensor] | None = None, start: Tensor | None = None
-    ) -> tuple[float, Tensor | None]:
-        """The RMS->RMS norm of W, or of its change since `before`, and the next `start`.
+    def norm(self, before: Sequence[Tensor] | None = None, start: Tensor | None = None) -> Norm:
+        """The RMS->RMS norm of W, or of its change since `before`.
 
-        Of an embedding the l1->RMS norm: the largest RMS of a vector.
+        The norm of an embedding is l1->RMS: the largest RMS of a vector.
+
+        Args:
+            start: the vectors of an earlier `Norm`.
         """
         now = [promote(weight.detach()) for weight in self.weights()]
         then = None if before is None else [promote(weight.detach()) for weight in before]
         if not self.shape:
             vectors = now[0] if then is None else now[0] - then[0]
-            return vectors.square().mean(dim=-1).amax().sqrt().item(), None
+            return Norm(vectors.square().mean(dim=-1).amax().sqrt().item(), None)
 
         def linear(x: Tensor) -> Tensor:
             y = self.multiply(now, x)
@@ -74,35 +87,31 @@ class Operator:
             return rms_norm(linear, self.shape, start, like=now[0])
 
 
-def modules_by_name(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Named as without wrappers; the model itself under the name of its class."""
-    for name, module in named_modules(model):
-        yield name or type(module).__name__, module
-
-
 def operators(model: nn.Module, inputs: Mapping[str, torch.Size]) -> dict[str, Operator]:
     """The linear maps of the layers of `model`, by name; `inputs` are the shapes that they saw."""
-    found = {}
+    by_name = {}
     for layer, module in modules_by_name(model):
-        for own, weight in weights_of(module).items():
-            shape = _input_shape(module, own, weight, inputs.get(layer))
+        for attribute, weight in weights_of(module).items():
+            shape = _input_shape(module, attribute, weight, inputs.get(layer))
             if shape is None or weight.core:  # the first core stands for all of them
                 continue
             name = layer
-            if own.endswith("_weight"):  # one of several in its layer
-                name = f"{layer}.{own.removesuffix('_weight')}"
+            if attribute.endswith("_weight"):  # one of several in its layer
+                name = f"{layer}.{attribute.removesuffix('_weight')}"
             elif len(shape) > 1 and not isinstance(module, _ConvNd):
-                name = f"{layer}.{own}"
-            operator = Operator(module, own, weight, shape)
-            if all(each.is_floating_point() for each in operator.weights()):
-                found[name] = operator
-    return found
+                name = f"{layer}.{attribute}"
+            operator = Operator(module, attribute, weight, shape)
+            if all(tensor.is_floating_point() for tensor in operator.weights()):
+                by_name[name] = operator
+    return by_name
 
 
 def _input_shape(
-    module: nn.Module, own: str, weight: Weight, seen: torch.Size | None
+    module: nn.Module, attribute: str, weight: Weight, seen: torch.Size | None
 ) -> tuple[int, ...] | None:
     """Shape of one input of a layer; None where it is not known or there is no linear map."""
+    if isinstance(module, StructuredExperts):
+        return None  # each expert has its own tokens
     if isinstance(module, StructuredLinear):
         if module.structure.between is not None:
             return None
@@ -114,52 +123,56 @@ def _input_shape(
     if weight.kind == "embedding":
         return ()
     if weight.is_in_blocks or weight.fused > 1:
-        stored = getattr(module, own)
-        return stored.numel() // (weight.fan_out * weight.fan_in), weight.fan_in
+        matrices = getattr(module, attribute).numel() // (weight.fan_out * weight.fan_in)
+        return (matrices, weight.fan_in)
     return (weight.fan_in,)
 
 
 def rms_norm(
     linear: Callable[[Tensor], Tensor], shape: tuple[int, ...], start: Tensor | None, like: Tensor
-) -> tuple[float, Tensor | None]:
-    """`sqrt(d_in / d_out) |W|_2` of `x -> W x`, from below; leading right singular vectors.
-
-    The vectors are `(vectors, d_in)`.
-
-    Each sweep takes the best singular values within the span of X, W^T W X and (W^T W)^2 X; the
-    next one starts from the vectors that it found and a random one.
-    """
+) -> Norm:
+    """`sqrt(d_in / d_out) |W|_2` of `x -> W x`, from below."""
     random = torch.Generator().manual_seed(0)  # training draws the same numbers with and without
 
     def draw(vectors: int) -> Tensor:
         return torch.randn(vectors, math.prod(shape), generator=random).to(like)
 
+    # Vectors are rows, (vectors, d_in). A sweep spans the Krylov space of X, W^T W X and
+    # (W^T W)^2 X, and takes the best singular values of W within it, by an SVD of W on a basis of
+    # it. The next sweep starts from the singular vectors of this one and a random one.
     start = draw(VECTORS) if start is None else torch.cat([start, draw(1)])
     for _ in range(SWEEPS):
-        blocks, known = [_orthonormalise(start)], 0.0
+        blocks = [_orthonormalise(start)]
+        estimate = 0.0
         for power in range(POWERS):
             image, normal = _apply_normal(linear, blocks[-1].reshape(-1, *shape))
-            known = image.flatten(1).norm(dim=1).amax().item() if power == 0 else known
+            if power == 0:
+                estimate = image.flatten(1).norm(dim=1).amax().item()
             blocks.append(_orthonormalise(normal.flatten(1)))
         basis = _orthonormalise(torch.cat(blocks))
         image = linear(basis.reshape(-1, *shape)).flatten(1)
         if not image.isfinite().all():
-            return math.nan, None
+            return Norm(math.nan, None)
         u, s, _ = torch.linalg.svd(image, full_matrices=False)
         vectors = u.mT[: VECTORS - 1] @ basis
-        if s[0] <= (1 + TOLERANCE) * known:
+        if s[0] <= (1 + TOLERANCE) * estimate:
             break
         start = torch.cat([vectors, draw(1)])
-    return math.sqrt(basis.shape[1] / image.shape[1]) * s[0].item(), vectors
+    return Norm(math.sqrt(basis.shape[1] / image.shape[1]) * s[0].item(), vectors)
 
 
-def _apply_normal(linear: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Tensor, Tensor]:
-    """`W x` and `W^T W x`, the gradient of |W x|^2 / 2."""
+class _Images(NamedTuple):
+    image: Tensor  #: W x
+    normal: Tensor  #: W^T W x
+
+
+def _apply_normal(linear: Callable[[Tensor], Tensor], x: Tensor) -> _Images:
+    """`W^T W x` is the gradient of |W x|^2 / 2."""
     with torch.enable_grad():
         x = x.detach().requires_grad_()
         y = linear(x)
         (gradient,) = torch.autograd.grad(y, x, y.detach())
-    return y.detach(), gradient
+    return _Images(y.detach(), gradient)
 
 
 def _orthonormalise(rows: Tensor) -> Tensor:

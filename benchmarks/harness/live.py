@@ -1,10 +1,22 @@
-"""`watch`: how stable the layers of a live model are."""
+"""`watch`: how stable the layers of a live model are.
+
+A layer `y = W x`, from d_in to d_out features, is stable if three numbers stay of order 1 over
+training, at every width:
+
+    forward     RMS(y) / RMS(x)             measured on the live batch, bias included
+    dependency  sqrt(d_in / d_out) |W|_2    the most that RMS(y) can be, or change by, at unit RMS
+    update      sqrt(d_in / d_out) |dW|_2   the most that a step changes RMS(y), x of unit RMS
+
+(Over all x of unit RMS the first is the second; on one batch it shows how well inputs and weights
+are aligned.) Sources: "Beyond MuP 2" (2026, kexue.fm/archives/11605) for the three numbers;
+spectral norms by randomised block Krylov iteration: Musco & Musco 2015 (arXiv:1504.05477).
+"""
 
 import math
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -12,11 +24,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._model.calls import first_tensor
-from .._structure.arguments import checked
-from .._tables import Table
-from ..duality import promote
-from ._operator import Operator, modules_by_name, operators
+from benchmarks.harness.operator_norms import Operator, operators
+from structlin._structure.arguments import checked
+from structlin._tables import Table
+from structlin.stability._outputs import format_number, rms_of, rms_over_calls, watch_outputs
 
 
 @dataclass(frozen=True)
@@ -40,36 +51,35 @@ class Log:
     @property
     def growth(self) -> dict[str, float]:
         """RMS of each layer's output at the last reading, relative to the first; inf from zero."""
-        seen = defaultdict[str, list[float]](list)
+        rms_of_layers = defaultdict[str, list[float]](list)
         for row in self.rows:
             if row.rms is not None:
-                seen[row.layer].append(row.rms)
-        return {
-            layer: rms[-1] / rms[0] if rms[0] else (math.inf if rms[-1] else 1.0)
-            for layer, rms in seen.items()
-        }
+                rms_of_layers[row.layer].append(row.rms)
+        growth = {}
+        for layer, rms in rms_of_layers.items():
+            if rms[0]:
+                growth[layer] = rms[-1] / rms[0]
+            else:
+                growth[layer] = math.inf if rms[-1] else 1.0
+        return growth
 
     def table(self) -> Table:
         """The last reading of each layer, and by how much its output has grown since the first."""
         table = Table("layer", "step", "RMS", "x first", "forward", "dependency", "update")
-        last = defaultdict[str, dict[str, Any]](dict)
+        newest = defaultdict[str, dict[str, Any]](dict)  # layer -> number -> its last reading
         for row in self.rows:
-            last[row.layer] |= {name: v for name, v in vars(row).items() if v is not None}
-        for layer, grown in self.growth.items():
-            last[layer]["growth"] = grown
-        for layer, found in last.items():
-            names = ("rms", "growth", "forward", "dependency", "update")
-            cells = [format_number(found[name]) if name in found else "" for name in names]
-            table.row(layer, str(found["step"]), *cells)
+            newest[row.layer] |= {name: v for name, v in vars(row).items() if v is not None}
+        for layer, growth in self.growth.items():
+            newest[layer]["growth"] = growth
+        for layer, numbers in newest.items():
+            cells = [layer, str(numbers["step"])]
+            for name in ("rms", "growth", "forward", "dependency", "update"):
+                cells.append(format_number(numbers[name]) if name in numbers else "")
+            table.row(*cells)
         return table
 
     def __str__(self) -> str:
         return str(self.table())
-
-
-def format_number(value: float) -> str:
-    """A number with four decimals, or a power of ten where they would not do."""
-    return f"{value:.4f}" if 1e-3 <= abs(value) < 1e4 or not value else f"{value:.2e}"
 
 
 @checked
@@ -110,7 +120,9 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
         raise ValueError(
             "model was compiled by model.compile(): pass what torch.compile(model) returns instead"
         )
-    log, reader, steps = Log(), _Reader(model), 0
+    log = Log()
+    reader = _Reader(model)
+    steps = 0
     reading = ExitStack()  # what is undone when the forward pass that is read has ended
 
     def enter(module: nn.Module, args: Any) -> None:
@@ -148,11 +160,11 @@ def watch(model: nn.Module, *, every: int = 10) -> Iterator[Log]:
 def _require_values(model: nn.Module) -> None:
     """Raises ValueError if a parameter's values are not here."""
     for name, parameter in model.named_parameters():
-        why = "is on meta; materialise it first (to_empty)" if parameter.is_meta else ""
+        reason = "is on meta; materialise it first (to_empty)" if parameter.is_meta else ""
         if hasattr(parameter, "full_tensor"):
-            why = "is sharded (DTensor), which is not supported"
-        if why:
-            raise ValueError(f"model={type(model).__name__}: {name} {why}")
+            reason = "is sharded (DTensor), which is not supported"
+        if reason:
+            raise ValueError(f"model={type(model).__name__}: {name} {reason}")
 
 
 class _Reader:
@@ -161,9 +173,9 @@ class _Reader:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.rows: list[Reading] = []  #: of the reading that waits for its update
-        self.found: dict[str, Operator] = {}
-        self.before: dict[str, list[Tensor]] = {}
-        # where the reading before found its norms
+        self.operators: dict[str, Operator] = {}  #: of the layers that were read
+        self.before: dict[str, list[Tensor]] = {}  #: their weights at the reading
+        # where the searches for norms of weights, and of updates (True), ended
         self._starts: dict[tuple[str, bool], Tensor | None] = {}
 
     @contextmanager
@@ -183,32 +195,36 @@ class _Reader:
             yield
 
     def measure(self, step: int) -> None:
-        self.rows, self.found = [], operators(self.model, self._shapes)
-        for name in dict.fromkeys([*self._outputs, *self.found]):
+        """The rows of the pass that was listened to, without the update."""
+        self.rows = []
+        self.operators = operators(self.model, self._shapes)
+        for name in dict.fromkeys([*self._outputs, *self.operators]):
             rms = rms_over_calls(self._outputs[name]) if name in self._outputs else None
-            forward = rms if name in self.found and not self.found[name].shape else None
+            forward = None
             if rms is not None and name in self._inputs:
-                seen = rms_over_calls(self._inputs[name])
-                forward = rms / seen if seen else None
-            dependency = self._norm(name) if name in self.found else None
+                input_rms = rms_over_calls(self._inputs[name])
+                forward = rms / input_rms if input_rms else None
+            elif name in self.operators and not self.operators[name].shape:
+                forward = rms  # of an embedding, whose inputs are tokens
+            dependency = self._norm(name) if name in self.operators else None
             self.rows.append(Reading(step, name, rms, forward, dependency, None))
 
     def remember(self) -> None:
         """The weights as they are now are what the update is counted from."""
-        for name, operator in self.found.items():
+        for name, operator in self.operators.items():
             self.before[name] = [weight.detach().clone() for weight in operator.weights()]
 
     def changed(self) -> bool:
         """Whether a step has been made since `remember`."""
-        return any(
-            not torch.equal(now, then)
-            for name, before in self.before.items()
-            for now, then in zip(self.found[name].weights(), before, strict=True)
-        )
+        for name, before in self.before.items():
+            if not all(map(torch.equal, self.operators[name].weights(), before)):
+                return True
+        return False
 
     def finish(self) -> list[Reading]:
         """The rows of the reading, with the update if there is one."""
-        rows, self.rows = self.rows, []
+        rows = self.rows
+        self.rows = []
         if self.changed():
             updates = {name: self._norm(name, before) for name, before in self.before.items()}
             rows = [replace(row, update=updates.get(row.layer)) for row in rows]
@@ -216,44 +232,6 @@ class _Reader:
         return rows
 
     def _norm(self, name: str, before: Sequence[Tensor] | None = None) -> float:
-        key = name, before is not None
-        norm, self._starts[key] = self.found[name].norm(before, self._starts.get(key))
+        key = (name, before is not None)
+        norm, self._starts[key] = self.operators[name].norm(before, self._starts.get(key))
         return norm
-
-
-# ---- what modules see and make ------------------------------------------------------------------
-
-
-@contextmanager
-def watch_outputs(
-    model: nn.Module, see: Callable[[str, Tensor | None, Tensor], None]
-) -> Iterator[None]:
-    """Calls `see(name, input, output)` for each module whose output no module inside of it made.
-
-    Input and output are the first floating-point tensors of either; an input may be missing.
-    """
-    last: list[Tensor] = []
-
-    def hook(name: str) -> Callable[..., None]:
-        def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            made = first_tensor(output)
-            if made is None or not made.numel() or any(made is one for one in last):
-                return
-            last[:] = [made]
-            see(name, first_tensor((args, kwargs)), made)
-
-        return record
-
-    with ExitStack() as hooks:
-        for name, module in modules_by_name(model):
-            hooks.callback(module.register_forward_hook(hook(name), with_kwargs=True).remove)
-        yield
-
-
-def rms_of(x: Tensor) -> Tensor:
-    return promote(x.detach()).square().mean().sqrt()
-
-
-def rms_over_calls(values: Sequence[Tensor]) -> float:
-    """The RMS over several calls of a module from each call's."""
-    return torch.stack(list(values)).square().mean().sqrt().item()

