@@ -170,6 +170,7 @@ def compress(options: argparse.Namespace) -> Result:
             keep=options.keep,
             include=options.include,
             exclude=options.exclude,
+            memory=options.memory,
         )
         figure = measure(model, dense, batches.heldout)
         figures["compressed"] = figure
@@ -408,6 +409,8 @@ def make_parser() -> argparse.ArgumentParser:
         if run is compress:
             command.add_argument("--data", type=read_text, required=True, help="a text file, UTF-8")
             command.add_argument("--out", type=Path, required=True, help="a new folder")
+            text = "gigabytes of activations in memory; the others lie in a temporary file"
+            command.add_argument("--memory", type=float, metavar="GB", help=text)
             text = "steps of distillation (default: %(default)s)"
             command.add_argument("--heal", type=int, default=30, help=text)
     return parser

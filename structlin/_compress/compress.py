@@ -6,7 +6,7 @@ lose. That is `Measured`. Then `choose_sizes` for what is to be kept, and `proje
 layers. The plan holds it.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -43,7 +43,7 @@ from .sizes import (
 def compress(
     model: nn.Module,
     structure: Spec,
-    batches: Iterable[Any] | None,
+    batches: Iterable[Any] | Callable[[], Iterable[Any]] | None,
     *,
     keep: Annotated[float | None, CheckedBy(check_keep)] = 0.5,
     count: str = "params",
@@ -55,6 +55,7 @@ def compress(
     overrides: Mapping[Any, Spec | None] | None = None,
     untie: bool = False,
     progress: bool | None = None,
+    memory: float | None = None,
 ) -> nn.Module:
     """Replace linear layers of a trained model by smaller structured ones, in place.
 
@@ -72,7 +73,9 @@ def compress(
         structure: a family such as `LowRank(rank=1)`, whose rank or number of blocks is chosen for
             each layer; with `keep=None` a family or a `Structure`, which is taken as it is.
         batches: what the model's function should stay right for: a mapping is passed as keywords, a
-            tuple or list as positions, anything else as the one argument. Each batch is held at two
+            tuple or list as positions, anything else as the one argument. They may come from a
+            function, which is called up to four times and returns a new iterator of the same
+            batches each time: then no batch is held. Each batch is run at two
             places, by two threads of which one works at a time. Each of these runs has a copy of
             the batch, and of all that the model keeps in attributes, buffers, hooks and closures;
             parameters are shared. What a model keeps in globals or on its classes is not copied.
@@ -103,8 +106,14 @@ def compress(
             itself), once its layers are projected: its cores, biases and norms are fitted to the
             dense block's output. A block that does not get nearer stays as it was. 0: none.
         include, exclude, overrides, untie: as of `convert`.
-        progress: whether to show a bar while layers are measured and projected; None: on a
-            terminal.
+        progress: whether to show a bar while layers are measured and projected. None: a bar on a
+            terminal, and elsewhere a line every half minute. False: neither.
+        memory: gigabytes (1e9 bytes) of activations of waiting runs that are held in memory,
+            whatever the number of tokens. What is over it lies in a temporary file, and results are
+            the same to the bit. What can be read again, as a DataLoader, is read again instead of
+            held. It bounds neither the model, nor the run of one batch (for
+            `allocation="sensitivity"` with the memory of training), nor a list of batches. None: no
+            bound.
 
     Returns:
         `model`; the new layer if `model` is itself a linear layer.
@@ -112,11 +121,13 @@ def compress(
     Raises:
         ValueError: what `convert` raises; `keep` is no fraction, too small, or for a structure
             without a size to choose; `loss` is unknown, or given where it has no say; no batch, or
-            inputs that are not finite; a model without gradients, or with some that are not finite
-            or all zero, for `allocation="sensitivity"` or `refine`. The model is then as it was,
-            and after Ctrl-C too.
+            other batches when a function is called again, or inputs that are not finite; a model
+            without gradients, or with some that are not finite or all zero, for
+            `allocation="sensitivity"` or `refine`. The model is then as it was, and after Ctrl-C
+            too.
         TypeError: what `convert` raises; `batches` is a single batch; `loss` returns no number; the
             model or a batch holds something that cannot be copied, say a generator or an open file.
+        OSError: the temporary file that `memory` needs cannot be written. The model is as it was.
 
     Warns:
         UserWarning: what `convert` warns of; layers that no input reached, one and the same alone,
@@ -153,7 +164,7 @@ def compress(
 def plan_compression(
     model: nn.Module,
     structure: Spec,
-    batches: Iterable[Any] | None,
+    batches: Iterable[Any] | Callable[[], Iterable[Any]] | None,
     *,
     keep: Annotated[float | None, CheckedBy(check_keep)] = 0.5,
     count: str = "params",
@@ -165,6 +176,7 @@ def plan_compression(
     overrides: Mapping[Any, Spec | None] | None = None,
     untie: bool = False,
     progress: bool | None = None,
+    memory: float | None = None,
 ) -> Plan:
     """What `compress` with the same arguments would do, without doing it.
 
@@ -188,7 +200,9 @@ def plan_compression(
     if refine and batches is None:
         raise ValueError(f"refine={refine} needs batches on which the model runs")
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
-    measured = measure(model, structure, batches, share, loss, progress, untie=untie, **selection)
+    measured = measure(
+        model, structure, batches, share, loss, progress, memory, untie=untie, **selection
+    )
     return measured.plan(share, refine, progress)
 
 
@@ -222,10 +236,11 @@ class Measured:
 def measure(
     model: nn.Module,
     structure: Spec,
-    batches: Iterable[Any] | None,
+    batches: Iterable[Any] | Callable[[], Iterable[Any]] | None,
     share: Share,
     loss: Loss,
     progress: bool | None,
+    memory: float | None = None,
     **selection: Any,
 ) -> Measured:
     """What the sizes that layers could have would lose, see `plan_compression`."""
@@ -245,9 +260,11 @@ def measure(
     members = list_members(layers)
     if batches is not None:
         original = unfold(model, layers)
-        replay = observe(model, [member.module for member in members], batches, original)
+        modules = [member.module for member in members]
+        replay = observe(model, modules, batches, original, memory=memory)
         if share.allocation == "sensitivity":
-            outputs = drop_unreached(measure_sensitivities(replay, members, loss), layers)
+            outputs = measure_sensitivities(replay, members, loss, progress)
+            outputs = drop_unreached(outputs, layers)
     alone = list_offers_one_by_one(offers, outputs)
     curves = measure_curves(replay, alone, outputs, loss, progress)
     curves = join_curves(offers, curves, by_harm=bool(outputs))
@@ -265,7 +282,7 @@ def _refuse_experts(decisions: Iterable[Decision]) -> None:
             )
 
 
-def _check_share(share: Share, batches: Iterable[Any] | None, loss: Loss) -> None:
+def _check_share(share: Share, batches: object, loss: Loss) -> None:
     by_gradients = share.allocation == "sensitivity"
     if batches is None and share.keep is not None and by_gradients:
         raise ValueError(

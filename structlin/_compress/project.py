@@ -36,6 +36,7 @@ from .._projection.matrices import divide_norms
 from .._projection.solve import project, relative_error
 from .._structure.arguments import warn
 from ..duality import promote
+from .memory import Memory
 from .moments import Moments, measure_inputs
 from .padding import select_rows
 from .progress import Bar
@@ -247,16 +248,24 @@ class _Compressed:
     def go_through(self) -> None:
         """Project the layers that the calls reach, and refine the blocks, in the model's order."""
         layers_of = {module: block.layers for module, block in self.blocks.items()}
-        walk = self.replay.walk(self.targets, self.replay.calls, both=True, blocks=layers_of)
+        # what a model does after its last layer, such as a head over a vocabulary, changes nothing
+        to_end = not all(module in self.replay.order for module in self.targets)
+        walk = self.replay.walk(
+            self.targets, self.replay.calls, both=True, to_end=to_end, blocks=layers_of
+        )
         with closing(walk) as visits:
             for visit in visits:
-                if visit.module in self.blocks:
-                    self._refine(visit)
-                    continue
-                if visit.module not in self.structured:
-                    self.project(visit.module, self._measure(visit))
-                for wait in visit.waits:
-                    self._answer(visit.module, wait)
+                with visit.memory.guard():
+                    self._take(visit)
+
+    def _take(self, visit: Visit) -> None:
+        if visit.module in self.blocks:
+            self._refine(visit)
+            return
+        if visit.module not in self.structured:
+            self.project(visit.module, self._measure(visit))
+        for wait in visit.waits:
+            self._answer(visit.module, wait)
 
     def project(self, module: nn.Module, moments: Moments) -> None:
         """Project a layer for these inputs; the compressed runs have it from now on."""
@@ -323,12 +332,13 @@ class _Compressed:
         self._moments = moments
         pairs = _pair_inputs(visit.waits, are_tokens_same=not isinstance(layer, ExpertMatrix))
         # up to the first projected layer both runs agree, and one covariance is enough
-        are_equal = all(pair.x is pair.z or torch.equal(pair.x, pair.z) for pair in pairs)
+        are_equal = all(_are_equal(pair, visit.memory) for pair in pairs)
         for pair in pairs:
-            if are_equal:
-                moments.add(select_rows(pair.x, pair.masks))
-            else:
-                moments.add(select_rows(pair.x, pair.masks), select_rows(pair.z, pair.masks))
+            with visit.memory.lend(pair.x, pair.z):
+                if are_equal:
+                    moments.add(select_rows(pair.x, pair.masks))
+                else:
+                    moments.add(select_rows(pair.x, pair.masks), select_rows(pair.z, pair.masks))
         moments.require_finite(layer.name)
         return moments
 
@@ -369,7 +379,7 @@ class _Compressed:
             goal = first_tensor(wait.dense.output)
             output = first_tensor(wait.compressed.output)
             if goal is not None and output is not None and goal.shape == output.shape:
-                examples.append(Example(wait.call, wait.compressed, output, goal))
+                examples.append(Example(wait.call, wait.compressed, output, goal, visit.memory))
         if not examples or any(layer not in self.structured for layer in block.layers):
             return
         self.bar.show(f"refine {block.name}")
@@ -427,6 +437,13 @@ def _pair_inputs(waits: Sequence[Wait], *, are_tokens_same: bool) -> list[_Pair]
     if are_tokens_same and len(pairs) == len(waits):
         return pairs
     return of_compressed or of_dense
+
+
+def _are_equal(pair: _Pair, memory: Memory) -> bool:
+    if pair.x is pair.z:
+        return True
+    with memory.lend(pair.x, pair.z):
+        return torch.equal(pair.x, pair.z)
 
 
 def _refer_to(tensor: Tensor) -> _Reference:

@@ -8,7 +8,8 @@ scales). Source: AA-SVD (arXiv:2604.02119), where it is the part that gains most
 """
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from .._model.calls import first_tensor
 from .._projection.matrices import divide_norms
 from ..duality import promote
 from ..scaling import lr_mult
+from .memory import Memory
 from .padding import select_rows
 from .replay import Call, CheckNumbers, Stop
 
@@ -40,6 +42,16 @@ class Example:
     stop: Stop  #: of the compressed run, with the output of the block whose layers are projected
     made: Tensor  #: the first tensor of that output
     goal: Tensor  #: that of the dense block's
+    memory: Memory  #: of all runs
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Within it the example is in memory."""
+        activations = self.stop.run.activations
+        activations.fetch()
+        with self.memory.lend(self.goal):
+            yield
+        activations.settle()
 
     def output(self, new: Mapping[nn.Module, StructuredLinear], vectors: Vectors = ()) -> Any:
         """The block's output again, with these layers and vectors."""
@@ -76,8 +88,11 @@ def refine(
     """
     _require_gradients(not examples[0].made.is_inference(), steps)
     examples_with_tokens = [example for example in examples if example.goal.numel()]
-    if not examples_with_tokens or not _repeats_itself(examples_with_tokens[0], new):
+    if not examples_with_tokens:
         return None
+    with examples_with_tokens[0].present():
+        if not _repeats_itself(examples_with_tokens[0], new):
+            return None
     vectors = _copy_vectors(block, new, shared)
     parameters = _list_parameters(new, vectors, shared)
     values_before = [parameter.detach().clone() for parameter in parameters]
@@ -85,7 +100,7 @@ def refine(
     error_before = _measure(examples, outputs_before)
     for rate in (LR, LR / 4):
         _descend(new, vectors, parameters, examples_with_tokens, steps, rate)
-        outputs = [example.output(new, vectors) for example in examples]
+        outputs = [_run_again(example, new, vectors) for example in examples]
         error = _measure(examples, outputs)
         if error < error_before:
             changed = [NewVector(module, name, vector.detach()) for module, name, vector in vectors]
@@ -93,6 +108,14 @@ def refine(
         for parameter, values in zip(parameters, values_before, strict=True):
             parameter.data.copy_(values)
     return Refined(error_before, error_before), outputs_before
+
+
+def _run_again(
+    example: Example, new: Mapping[nn.Module, StructuredLinear], vectors: Vectors
+) -> Any:
+    """The block's new output, which counts as its run's."""
+    with example.present(), example.stop.run.activations.watch():
+        return example.output(new, vectors)
 
 
 def _list_parameters(
@@ -162,7 +185,7 @@ def _descend(
         if not order:
             order = torch.randperm(len(examples), generator=generator).tolist()
         example = examples[order.pop()]
-        with torch.enable_grad():
+        with example.present(), torch.enable_grad():
             loss = _gap(example, example.output(new, vectors)).square().mean()
             _require_gradients(loss.requires_grad, steps)
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
@@ -202,7 +225,10 @@ def _measure(examples: Sequence[Example], outputs: Sequence[Any]) -> float:
     squared_gap = 0.0
     squared_goal = 0.0
     for example, output in zip(examples, outputs, strict=True):
-        squared_gap += _gap(example, output).square().sum(dtype=torch.float64).item()
-        goal = select_rows(example.goal, example.call.masks)
-        squared_goal += goal.double().square().sum().item()
+        tensor = first_tensor(output)
+        assert tensor is not None  # as in the run
+        with example.memory.lend(tensor, example.goal):
+            squared_gap += _gap(example, output).square().sum(dtype=torch.float64).item()
+            goal = select_rows(example.goal, example.call.masks)
+            squared_goal += goal.double().square().sum().item()
     return math.sqrt(divide_norms(squared_gap, squared_goal))

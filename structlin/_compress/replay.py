@@ -22,7 +22,7 @@ as it is.
 import contextvars
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
@@ -40,6 +40,7 @@ from .._model.calls import split_batch
 from .._model.transaction import Step, completed_at_end
 from .._projection.matrices import limit_threads
 from .._torch import tree_map
+from .memory import Activations, Memory
 from .padding import find_masks, name_arguments
 from .replica import Copier, NoCopyError, Replica
 
@@ -50,7 +51,7 @@ MAX_WORKERS = 2048  # of OpenMP in all runs: each thread that computes keeps its
 # ---- the calls of the model ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Call:
     """One call of the whole model, that can be made again."""
 
@@ -70,11 +71,97 @@ class Call:
         with CheckNumbers(model):
             return model(*args, **kwargs, **options)
 
+    def forget_batch(self) -> None:
+        """It is not made again; its masks stay."""
+        self.args = ()
+        self.kwargs = {}
+
+    @property
+    def layout(self) -> tuple[Any, ...]:
+        """How many positions and which keywords the batch has."""
+        return (len(self.args), *sorted(self.kwargs))
+
 
 def _require_gradient(value: Any) -> Any:
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.requires_grad_().clone()  # no leaf, so that the model may write into it
     return value
+
+
+class Stream:
+    """The calls on batches that are read anew each time, so that none of them is held.
+
+    Raises:
+        ValueError: a later reading has another number of batches than the first, or one with
+            other keys than any of those.
+    """
+
+    def __init__(self, model: nn.Module, read: Callable[[], Iterable[Any]]) -> None:
+        self._model = model
+        self._read = read
+        self._few: list[Call] = []
+        self._layouts = [call.layout for call in self._prepare()]
+
+    def __len__(self) -> int:
+        return len(self._layouts)
+
+    def __iter__(self) -> Iterator[Call]:
+        count = 0
+        for call in self._prepare():
+            count += 1
+            if call.layout not in self._layouts:
+                raise ValueError(
+                    f"batches: batch {count} of a later reading has {_show_layout(call.layout)}, "
+                    f"and none of the first reading had; batch 1 had "
+                    f"{_show_layout(self._layouts[0])}"
+                )
+            if count <= len(self):
+                yield call
+        if count != len(self):
+            raise ValueError(
+                f"batches gave {len(self)} batches, and {count} when they were read again: give a "
+                "list, or a function that returns a new iterator each time"
+            )
+
+    @property
+    def few(self) -> list[Call]:
+        """See `Replay.few`."""
+        if not self._few:
+            places = set(_pick_places(len(self)))
+            self._few = [call for place, call in enumerate(self) if place in places]
+        return self._few
+
+    def _prepare(self) -> Iterator[Call]:
+        batches = self._read()
+        check_batches("what batches() returns", batches)
+        for batch in batches:
+            yield prepare_call(self._model, batch)
+
+
+def _show_layout(layout: tuple[Any, ...]) -> str:
+    positions, *keys = layout
+    return f"{positions} positions and the keys {keys}"
+
+
+def _pick_places(count: int) -> list[int]:
+    """Where at most `MAX_PICKED_CALLS` of so many calls stand, evenly spread."""
+    picked = min(count, MAX_PICKED_CALLS)
+    return [n * count // picked for n in range(picked)]
+
+
+def read_batches(model: nn.Module, batches: Any, memory: float | None) -> list[Call] | Stream:
+    """The calls. What can be read again is not held if there is a bound of memory; what a function
+    returns never is.
+
+    Raises:
+        TypeError: it is a single batch, or no iterable of batches.
+    """
+    if callable(batches) and not isinstance(batches, Iterable):
+        return Stream(model, batches)
+    check_batches("batches", batches)
+    if memory is not None and not isinstance(batches, Iterator):
+        return Stream(model, lambda: batches)
+    return [prepare_call(model, batch) for batch in batches]
 
 
 def check_batches(name: str, batches: object) -> None:
@@ -116,11 +203,12 @@ class Replay:
     """The calls of a model on the batches, and the order in which they arrive at its layers."""
 
     model: nn.Module
-    calls: Sequence[Call]
+    calls: Sequence[Call] | Stream
     order: Sequence[nn.Module] = ()  #: the layers that a call reaches, as the model arrives at them
     repeated: Collection[nn.Module] = ()  #: layers that one call calls more than once
     biases: Mapping[nn.Module, nn.Parameter] = field(default_factory=dict)  #: of one layer alone
     original: Replica = None  # type: ignore[assignment]  #: of the model before all runs, which have replicas of this one
+    memory: float | None = None  #: gigabytes of runs that wait, see `Memory`
 
     def __post_init__(self) -> None:
         if self.original is None:
@@ -129,8 +217,9 @@ class Replay:
     @property
     def few(self) -> list[Call]:
         """At most `MAX_PICKED_CALLS` of the calls, evenly spread."""
-        count = min(len(self.calls), MAX_PICKED_CALLS)
-        return [self.calls[n * len(self.calls) // count] for n in range(count)]
+        if isinstance(self.calls, Stream):
+            return self.calls.few
+        return [self.calls[place] for place in _pick_places(len(self.calls))]
 
     def run(
         self,
@@ -160,9 +249,10 @@ class Replay:
     def walk(
         self,
         layers: Collection[nn.Module],
-        calls: Sequence[Call],
+        calls: Sequence[Call] | Stream,
         *,
         both: bool = False,
+        to_end: bool = True,
         blocks: Mapping[nn.Module, Collection[nn.Module]] | None = None,
     ) -> Generator["Visit", None, None]:
         """Take calls through the model side by side, from layer to layer in the model's order.
@@ -174,6 +264,7 @@ class Replay:
         Args:
             layers: where the runs stop. A layer that a call calls twice is visited twice.
             both: each call is made twice, side by side: densely, and with the caller's answers.
+            to_end: whether a run goes on after it has been at each of the layers and blocks.
             blocks: modules at whose end the runs stop, after the last of these layers.
         """
         blocks = blocks or {}
@@ -182,27 +273,37 @@ class Replay:
         for block, layers_within in blocks.items():
             # after its last layer, and before the layer that follows
             rank[block] = max(rank.get(layer, last) for layer in layers_within) + 0.5
-        ends: list[Step] = []
+        memory = Memory(self.memory)
+        ends: list[Step] = [memory.close]  # after all runs
         with completed_at_end(ends):
             # each call has a lane: its dense run, and beside it the compressed one
-            lanes: list[tuple[Call, list[Run]]] = [(call, []) for call in calls]
+            lanes: list[tuple[Call, list[Run]]] = []
             count = len(calls) * (1 + both)
-            for call, lane in lanes:
+            for call in calls:
+                lane: list[Run] = []
+                lanes.append((call, lane))
                 for _ in range(1 + both):
                     replica = self.original.replicate()
-                    run = Run(call, replica, layers, blocks, max(1, MAX_WORKERS // count))
+                    activations = Activations(memory)
+                    workers = max(1, MAX_WORKERS // count)
+                    run = Run(call, replica, layers, blocks, workers, activations, to_end)
                     ends.append(run.cancel)  # before its thread starts
                     lane.append(run)
                     run.resume()
+                if isinstance(calls, Stream):
+                    call.forget_batch()
             while stops := [run.stop for _, lane in lanes for run in lane if run.stop is not None]:
                 # all other runs wait later in the order, so none of them comes here any more
                 module = min(stops, key=lambda stop: rank.get(stop.module, last)).module
                 del stops  # which hold tensors
                 waits = [Wait(call, *(run.stop_at(module) for run in lane)) for call, lane in lanes]
-                visit = Visit(module, [wait for wait in waits if wait.dense or wait.compressed])
+                waits = [wait for wait in waits if wait.dense or wait.compressed]
+                visit = Visit(module, waits, memory)
                 del waits
-                yield visit
-                visit.waits.clear()  # so that runs which go on free their tensors
+                try:
+                    yield visit
+                finally:
+                    visit.waits.clear()  # so that runs which go on, or end, free their tensors
                 for run in [run for _, lane in lanes for run in lane if run.stop_at(module)]:
                     run.resume()  # one by one: the others wait
 
@@ -240,6 +341,7 @@ class Visit:
 
     module: nn.Module
     waits: list[Wait]
+    memory: Memory  #: of all runs; a tensor of a run that waits is read within `memory.lend`
 
 
 def take_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
@@ -252,8 +354,10 @@ def take_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
 def observe(
     model: nn.Module,
     layers: Collection[nn.Module],
-    batches: Iterable[Any],
+    batches: Iterable[Any] | Callable[[], Iterable[Any]],
     original: Replica | None = None,
+    *,
+    memory: float | None = None,
 ) -> Replay:
     """Run the model over batches, in eval mode and without gradients, to find its order.
 
@@ -262,22 +366,23 @@ def observe(
 
     Args:
         original: the replica of which runs have replicas; None: of the model as it is.
+        memory: gigabytes of waiting runs, see `Memory`; what can be read again is then not held.
 
     Raises:
-        TypeError: `batches` is a single batch, or not iterable.
-        ValueError: there is no batch; no layer saw an input; an id is outside of an embedding; a
-            label is of no class; padding without a mask, see `find_masks`.
+        TypeError: `batches` is a single batch, or neither iterable nor a function.
+        ValueError: there is no batch, or other ones at another reading; no layer saw an input; an
+            id is outside of an embedding; a label is of no class; padding without a mask, see
+            `find_masks`.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> replay = observe(model, [model[2], model[0]], [torch.ones(1, 2)])
     >>> replay.order == [model[0], model[2]]
     True
     """
-    check_batches("batches", batches)
-    calls = [prepare_call(model, batch) for batch in batches]
-    if not calls:
+    calls = read_batches(model, batches, memory)
+    if not len(calls):
         raise ValueError("batches has no batch; a generator can be read only once")
-    replay = Replay(model, calls, original=original)  # type: ignore[arg-type]
+    replay = Replay(model, calls, original=original, memory=memory)  # type: ignore[arg-type]
 
     def find_order(call: Call) -> list[nn.Module]:
         order: list[nn.Module] = []
@@ -287,11 +392,11 @@ def observe(
         call.make(replica.model)
         return order
 
-    picked = replay.few
-    orders = [find_order(call) for call in picked]
+    orders = [find_order(call) for call in replay.few]
     # a router that chose otherwise in one of them may do so in any
     if orders != orders[:1] * len(orders):
-        orders += [find_order(call) for call in calls if call not in picked]
+        picked = _pick_places(len(calls))
+        orders += [find_order(call) for place, call in enumerate(calls) if place not in picked]
     if not any(orders):
         raise ValueError(
             "batches: none of the layers to convert saw an input; the model does not call them"
@@ -346,9 +451,14 @@ class Run:
         layers: Iterable[nn.Module],
         blocks: Iterable[nn.Module],
         workers: int,
+        activations: Activations,
+        to_end: bool,
     ) -> None:
         self.call = call
         self.replica = replica
+        self.activations = activations
+        self._to_end = to_end
+        self._awaited = {*layers, *blocks}  # where it has not been yet
         self.stop: Stop | None = None
         self._contexts = _capture_state()
         self._workers = workers
@@ -373,6 +483,7 @@ class Run:
         Raises: what the model raised; a RuntimeError: no thread could be started.
         """
         self.stop = None
+        self.activations.fetch()
         with limit_threads(self._workers):
             if self.thread.ident is not None:
                 self._turn.put(None)
@@ -388,6 +499,10 @@ class Run:
         if self._error is not None:
             self.thread.join()
             raise self._error
+        if self.stop is None:
+            self.activations.finish()
+        else:
+            self.activations.settle()
 
     def cancel(self) -> None:
         """End the run where it waits, or at its next stop.
@@ -399,6 +514,13 @@ class Run:
         if self.thread.ident is not None:
             self._turn.put(None)
             self.thread.join()
+        self.activations.finish()
+
+    def leave(self, module: nn.Module) -> None:
+        """It has been at this layer or block, and ends if that was the last one."""
+        self._awaited.discard(module)
+        if not self._awaited and not self._to_end and threading.current_thread() is self.thread:
+            raise Cancelled
 
     def _hold_at(self, module: nn.Module, after: bool = False) -> None:
         """Wait before the module is called, or `after` that with its output."""
@@ -423,6 +545,7 @@ class Run:
             with ExitStack() as stack:
                 for context in self._contexts:
                     stack.enter_context(context)
+                stack.enter_context(self.activations.watch())
                 self.call.make(self.replica.model)
         except Cancelled:
             pass
@@ -446,9 +569,12 @@ class Hold:
         stop = Stop(self.run, self.module, args, kwargs, self.forward)
         if self.after:
             stop.output = self.forward(*args, **kwargs)
-            return self.run.wait(stop).output
-        answer = self.run.wait(stop).answer or self.forward
-        return answer(*args, **kwargs)
+            output = self.run.wait(stop).output
+        else:
+            answer = self.run.wait(stop).answer or self.forward
+            output = answer(*args, **kwargs)
+        self.run.leave(self.module)
+        return output
 
     def __deepcopy__(self, memo: Any) -> "Hold":
         return self  # it is the run's: a replica of the run's replica does not stop here

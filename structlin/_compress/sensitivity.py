@@ -65,7 +65,8 @@ def measure_covariances(
                 moments = Moments(centred=visit.module in replay.biases)
                 for wait in visit.waits:
                     assert wait.dense is not None  # there are no other runs
-                    moments.add(select_rows(wait.dense.input, wait.call.masks))
+                    with visit.memory.lend(wait.dense.input):
+                        moments.add(select_rows(wait.dense.input, wait.call.masks))
                 moments.require_finite(layer_of[visit.module].name)
                 yield show(visit.module, moments)
                 if visit.module is called_once[-1]:
@@ -87,7 +88,7 @@ def _take_covariance(moments: Moments | None) -> Tensor | None:
 
 
 def measure_sensitivities(
-    replay: Replay, layers: Sequence[Layer], loss: Loss = None
+    replay: Replay, layers: Sequence[Layer], loss: Loss = None, progress: bool | None = False
 ) -> dict[nn.Module, Tensor]:
     """What a small error e in a layer's output, alike for all tokens, does to the loss: to second
     order sum(G e^2), with a G for each output, `(out_features,)` in float64.
@@ -125,11 +126,14 @@ def measure_sensitivities(
     }
     tokens: Counter[nn.Module] = Counter()
     generator = torch.Generator().manual_seed(0)
-    for call in replay.few:
-        for module, gradients in _take_gradients(replay, layers, call, loss, generator):
-            squares = gradients.float().square().sum(0, dtype=torch.float64)
-            totals[module] += squares.to(totals[module]) / len(replay.few)
-            tokens[module] += len(gradients)
+    calls = replay.few
+    with Bar("gradients", len(calls), progress) as bar:
+        for call in calls:
+            for module, gradients in _take_gradients(replay, layers, call, loss, generator):
+                squares = gradients.float().square().sum(0, dtype=torch.float64)
+                totals[module] += squares.to(totals[module]) / len(calls)
+                tokens[module] += len(gradients)
+            bar.advance()
     sums = [total.sum().item() for total in totals.values()]
     if not all(map(math.isfinite, sums)):
         raise ValueError(f"{_REFUSED} has gradients that are not finite")

@@ -1,0 +1,205 @@
+"""A bound of memory: runs that wait lie in a file, batches are read again, a line says how far."""
+
+import errno
+import gc
+import tempfile
+import threading
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from structlin import LowRank, plan_compression
+from structlin._compress import memory, progress
+from structlin._compress.memory import Activations, Memory
+
+CACHE: dict[str, Tensor] = {}  # global: runs share it
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.LayerNorm(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x  # in an attribute, while the layers run
+        table = CACHE.setdefault("table", torch.arange(x.numel()).view_as(x) / x.numel())
+        return self.norm(self.kept + self.down(self.up(x + table).relu()))
+
+
+@pytest.fixture
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(3)))
+
+
+@pytest.fixture
+def batches() -> list[Tensor]:
+    return [*torch.randn(10, 20, 16, generator=torch.Generator().manual_seed(1))]
+
+
+@pytest.fixture(autouse=True)
+def files(monkeypatch):
+    """The temporary files that were made; small tensors go there too, and all are closed."""
+    made = []
+    make = tempfile.TemporaryFile
+
+    def note(*args, **options):
+        made.append(make(*args, **options))
+        return made[-1]
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", note)
+    monkeypatch.setattr(memory, "SMALL", 1)
+    CACHE.clear()
+    threads = threading.enumerate()
+    yield made
+    assert all(file.closed for file in made)
+    assert threading.enumerate() == threads
+
+
+def compressed(model: nn.Module, batches, **options) -> list[Tensor]:
+    planned = plan_compression(model, LowRank(rank=1), batches, keep=0.5, **options)
+    return [value.clone() for value in planned.apply().state_dict().values()]
+
+
+@pytest.mark.parametrize("refine", [0, 3])
+@pytest.mark.parametrize("gigabytes", [0.0, 2e-5])
+def test_with_a_bound_that_sends_runs_to_a_file_the_model_is_the_same_to_the_bit(
+    model, batches, files, gigabytes, refine
+):
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    unbounded = compressed(model, batches, refine=refine)
+    again = nn.Sequential(*(Block() for _ in range(3)))
+    again.load_state_dict(state)
+    assert files == []
+    CACHE.clear()
+    bounded = compressed(again, lambda: iter(batches), refine=refine, memory=gigabytes)
+    assert len(files) >= 1
+    assert all(torch.equal(*pair) for pair in zip(unbounded, bounded, strict=True))
+    assert torch.equal(CACHE["table"], torch.arange(320).view(20, 16) / 320)
+
+
+@torch.no_grad()
+def test_over_its_bound_memory_holds_nothing_of_the_runs_that_wait(files):
+    bounded = Memory(0.0)
+    activations = Activations(bounded)
+    with activations.watch():
+        x = torch.ones(1000) + 1
+        view = x[10:]
+    activations.settle()
+    assert x.untyped_storage().nbytes() == view.untyped_storage().nbytes() == 0
+    with bounded.lend(view):
+        assert view.sum() == 1980
+    assert x.untyped_storage().nbytes() == 0
+    with bounded.guard():
+        assert (x + 1).sum() == 3000
+    bounded.close()
+
+
+def test_a_bound_that_is_not_reached_writes_nothing(model, batches, files):
+    compressed(model, batches, memory=1.0)
+    assert files == []
+
+
+def test_a_disk_that_fills_is_one_error_and_the_model_is_as_it_was(model, batches, monkeypatch):
+    class Full:
+        closed = False
+
+        def seek(self, offset):
+            pass
+
+        def write(self, view):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self):
+            self.closed = True
+
+    full = Full()
+    monkeypatch.setattr(tempfile, "TemporaryFile", lambda **_: full)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(OSError, match=r"memory=0: .*No space left.*TMPDIR") as caught:
+        compressed(model, batches, memory=0.0)
+    assert caught.value.errno == errno.ENOSPC
+    assert full.closed
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["send_away", "fetch", "_fill", "_write", "close"])
+def test_ctrl_c_while_runs_go_to_the_file_leaves_the_model_and_no_file(
+    model, batches, monkeypatch, name
+):
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    method = getattr(Memory, name)
+    calls = []
+
+    def interrupt(self, *args):
+        if threading.current_thread() is threading.main_thread():
+            calls.append(name)
+            if len(calls) == (1 if name == "close" else 20):
+                monkeypatch.setattr(Memory, name, method)
+                raise KeyboardInterrupt
+        return method(self, *args)
+
+    monkeypatch.setattr(Memory, name, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        compressed(model, batches, memory=0.0, refine=2)
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    gc.collect()
+
+
+def test_a_function_that_returns_an_exhausted_generator_is_refused(model, batches):
+    generator = iter(batches)
+    with pytest.raises(ValueError, match="gave 10 batches, and 0 when they were read again"):
+        compressed(model, lambda: generator)
+    with pytest.raises(ValueError, match="batches has no batch"):
+        compressed(model, lambda: iter(()))
+
+
+def test_batches_with_other_keys_at_another_reading_are_refused(model, batches):
+    readings = []
+
+    def read():
+        readings.append(0)
+        return [{"input": x} if len(readings) == 1 else {"other": x} for x in batches]
+
+    with pytest.raises(ValueError, match=r"keys \['other'\].*keys \['input'\]"):
+        compressed(model[0].up, read)
+
+
+def test_what_a_function_returns_must_be_an_iterable(model):
+    with pytest.raises(TypeError, match="an iterable of batches"):
+        compressed(model, lambda: torch.ones(2, 16))
+
+
+def test_a_dataloader_is_read_again_where_there_is_a_bound(model, batches):
+    loader = torch.utils.data.DataLoader(torch.cat(batches), batch_size=20)
+    read = []
+    collate = loader.collate_fn
+    loader.collate_fn = lambda rows: read.append(0) or collate(rows)
+    planned = plan_compression(model, LowRank(rank=1), loader, keep=0.5, memory=0.0)
+    plain = plan_compression(model, LowRank(rank=1), batches, keep=0.5)
+    assert planned.errors == plain.errors
+    assert len(read) == 30  # to count them, to take a few, to project
+
+
+def test_nan_in_the_data_is_named_with_a_bound_too(model, batches):
+    batches[3][0, 0] = float("nan")
+    with pytest.raises(ValueError, match=r"not finite"):
+        compressed(model, batches, memory=0.0)
+
+
+def test_without_a_terminal_a_line_comes_every_half_minute(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    with progress.Bar("project", 3) as bar:
+        for second in (10.0, 31.0, 40.0, 70.0):
+            now[0] = second
+            bar.show("up")
+    assert capsys.readouterr().err.splitlines() == [
+        "project 0/3, 31 s: up",
+        "project 0/3, 70 s: up",
+    ]
+    with progress.Bar("project", 3, shown=False) as bar:
+        now[0] = 500.0
+        bar.advance()
+    assert capsys.readouterr().err == ""
