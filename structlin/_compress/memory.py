@@ -20,8 +20,21 @@ from torch.overrides import TorchFunctionMode
 
 SMALL = 2**16  # bytes of a storage that stays in memory always
 GIGABYTE = 1e9
+TRIM_BYTES = 2**26  # of runs that stop, until the allocator is asked again for what is free
 # functions that hand out the memory of a tensor to others, who may read it at any time
 LENDING = {"data_ptr", "untyped_storage", "storage", "numpy", "__array__", "__dlpack__"}
+
+
+def _find_malloc_trim() -> Callable[[int], int] | None:
+    """glibc's function; other libraries of C have none."""
+    try:
+        function: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except (AttributeError, OSError, TypeError):
+        return None
+    return function
+
+
+MALLOC_TRIM = _find_malloc_trim()
 
 
 @dataclass(eq=False)
@@ -47,6 +60,7 @@ class Memory:
         self._end = 0
         self._free: dict[int, list[int]] = {}  # size -> offsets of slots that nobody has
         self._slots: WeakKeyDictionary[torch.UntypedStorage, _Slot] = WeakKeyDictionary()
+        self._untrimmed = 0  # bytes of runs that stopped since then
 
     @property
     def is_full(self) -> bool:
@@ -56,6 +70,14 @@ class Memory:
         """Remove the file."""
         if self._file is not None:
             self._file.close()
+
+    def note_use(self, nbytes: int) -> None:
+        """A run has stopped with so many bytes. Now and then what is free goes back to the system:
+        glibc keeps what many threads have freed."""
+        self._untrimmed += nbytes
+        if self._untrimmed >= TRIM_BYTES and self.gigabytes is not None and MALLOC_TRIM is not None:
+            MALLOC_TRIM(0)
+            self._untrimmed = 0
 
     # ---- one storage -----------------------------------------------------------------------------
 
@@ -245,6 +267,7 @@ class Activations(_Guard):
                 self._memory.send_away(storage)
             self._memory.held -= held
             self._held = 0
+        self._memory.note_use(held)
 
     def finish(self) -> None:
         """The run has ended: what lives on, in somebody's cache, is in memory for good."""

@@ -20,6 +20,7 @@ as it is.
 """
 
 import contextvars
+import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
@@ -157,11 +158,24 @@ def read_batches(model: nn.Module, batches: Any, memory: float | None) -> list[C
         TypeError: it is a single batch, or no iterable of batches.
     """
     if callable(batches) and not isinstance(batches, Iterable):
+        _require_no_arguments(batches)
         return Stream(model, batches)
     check_batches("batches", batches)
     if memory is not None and not isinstance(batches, Iterator):
         return Stream(model, lambda: batches)
     return [prepare_call(model, batch) for batch in batches]
+
+
+def _require_no_arguments(function: Callable[..., Any]) -> None:
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"batches={function!r} must be an iterable of batches, or a function without arguments "
+            f"that returns one: {error}"
+        ) from None
+    except ValueError:  # a function of C, which does not say
+        return
 
 
 def check_batches(name: str, batches: object) -> None:
@@ -264,7 +278,8 @@ class Replay:
         Args:
             layers: where the runs stop. A layer that a call calls twice is visited twice.
             both: each call is made twice, side by side: densely, and with the caller's answers.
-            to_end: whether a run goes on after it has been at each of the layers and blocks.
+            to_end: whether a compressed run goes on after it has been at each of the layers and
+                blocks. A dense one does: the model may refuse the batch only then.
             blocks: modules at whose end the runs stop, after the last of these layers.
         """
         blocks = blocks or {}
@@ -282,11 +297,12 @@ class Replay:
             for call in calls:
                 lane: list[Run] = []
                 lanes.append((call, lane))
-                for _ in range(1 + both):
+                for is_compressed in (False, True)[: 1 + both]:
                     replica = self.original.replicate()
                     activations = Activations(memory)
                     workers = max(1, MAX_WORKERS // count)
-                    run = Run(call, replica, layers, blocks, workers, activations, to_end)
+                    goes_on = to_end or not is_compressed
+                    run = Run(call, replica, layers, blocks, workers, activations, goes_on)
                     ends.append(run.cancel)  # before its thread starts
                     lane.append(run)
                     run.resume()
