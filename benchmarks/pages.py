@@ -35,7 +35,14 @@ from benchmarks.papers import (
     mn_transfer,
 )
 from benchmarks.speed import layer, model, peers, products
-from benchmarks.training import gpt_seconds, iso_flops, lr_transfer, optimizer, transfer
+from benchmarks.training import (
+    gpt_seconds,
+    iso_flops,
+    iso_seconds,
+    lr_transfer,
+    optimizer,
+    transfer,
+)
 
 ROOT = Path(__file__).parents[1]
 SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
@@ -49,6 +56,7 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
     bm_metrics.EXPERIMENT,
     gpt_seconds.EXPERIMENT,
     iso_flops.EXPERIMENT,
+    iso_seconds.EXPERIMENT,
     optimizer.EXPERIMENT,
     transfer.EXPERIMENT,
     layers.EXPERIMENT,

@@ -50,5 +50,5 @@ def to_cola(structure: Structure, cores: Sequence[Tensor]) -> LinearOperator:
             blocks = [Kronecker(shared, block) for block in blocks]
         factors.append(blocks[0] if step.batch == 1 else BlockDiag(*blocks))
         width = step.batch * step.repeat * step.fan_out
-    permute(*structure.program.last, width)
+    permute(*structure.program.final_move, width)
     return factors[0] if len(factors) == 1 else Product(*reversed(factors))

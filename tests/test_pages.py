@@ -14,7 +14,7 @@ pytest.importorskip("matplotlib")
 from benchmarks import examples, pages
 from benchmarks.harness import record, report, statistics
 from benchmarks.speed import layer
-from benchmarks.training import gpt_seconds, iso_flops, lr_transfer, transfer
+from benchmarks.training import gpt_seconds, iso_report, lr_transfer, transfer
 from structlin._structure import families
 
 ROOT = pages.ROOT
@@ -100,7 +100,7 @@ def test_the_main_job_and_the_tests_are_installed_with_the_pinned_versions():
 
 
 def test_the_examples_in_the_docstrings_give_what_they_show():
-    for module in (examples, iso_flops, report):
+    for module in (examples, iso_report, report):
         results = doctest.testmod(module)
         assert results.attempted
         assert not results.failed
@@ -208,7 +208,7 @@ def test_by_adamw_a_structured_gpt_has_a_lower_loss_at_the_rate_of_the_dense_one
 
 def test_where_width_and_length_are_free_adamw_alone_gains_from_structure_with_every_seed():
     table = record.read("iso_flops")["table"]
-    rows = statistics.select(iso_flops.compare(table), kind="BTT r=4", budget=1e12)
+    rows = statistics.select(iso_report.compare(table), kind="BTT r=4", budget=1e12)
     above = {row["optimizer"]: row["above"] for row in rows}
     assert {name: len(seeds) for name, seeds in above.items()} == dict.fromkeys(above, 3)
     assert max(above.pop("AdamW")) < 0

@@ -247,7 +247,7 @@ def loop(
         if not torch.compiler.is_compiling() and 1 not in h.stride()[1:]:
             h = h.contiguous()  # or torch.bmm goes through it block by block
         h = torch.bmm(h, core.mT)  # (batch, tokens * repeat, fan_out)
-    y = _moved(h, program.last).reshape(len(x), structure.out_features)
+    y = _moved(h, program.final_move).reshape(len(x), structure.out_features)
     return y if bias is None else y + bias
 
 
@@ -267,7 +267,7 @@ class StridedProducts(torch.autograd.Function):
         h = _seen(_tokens_first(blocks, w1.mT), step2.move, step2.batch, step2.fan_in)
         h = h.contiguous()  # the copy
         y = x.new_empty(len(x), structure.out_features)
-        _product(h, w2.mT, _seen(y, _inverse(program.last), step2.batch, step2.fan_out))
+        _product(h, w2.mT, _seen(y, _inverse(program.final_move), step2.batch, step2.fan_out))
         ctx.structure = structure
         ctx.save_for_backward(blocks, h, w1, w2)
         return y
@@ -277,7 +277,7 @@ class StridedProducts(torch.autograd.Function):
         program = ctx.structure.program
         step1, step2 = program.steps
         blocks, h, w1, w2 = ctx.saved_tensors
-        dy_blocks = _seen(dy, _inverse(program.last), step2.batch, step2.fan_out)
+        dy_blocks = _seen(dy, _inverse(program.final_move), step2.batch, step2.fan_out)
         if 1 not in dy_blocks.stride()[1:]:
             dy_blocks = dy_blocks.transpose(0, 1).contiguous().transpose(0, 1)
         dh = _tokens_first(dy_blocks, w2)

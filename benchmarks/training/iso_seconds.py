@@ -23,7 +23,7 @@ from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import select
 from benchmarks.harness.timing import interleaved, ratio, wall
 from benchmarks.training import gpt_seconds, iso_flops
-from benchmarks.training.iso_report import CELL, kind_of, span
+from benchmarks.training.iso_report import CELL, in_words, kind_of, span
 
 PERIOD = 5  # steps that are timed together: each holds SOAP's work on its bases once
 TINY_RATES = {"lr": 1e-6, "other_lr": 1e-6}
@@ -115,6 +115,19 @@ def distances(result: Row) -> str:
     return report.pivot(cells)
 
 
+def numbers(result: Row) -> dict[str, str]:
+    """For the pages: what BTT of rank 4 by AdamW takes and gains at the smallest budget."""
+    rows = select(compare(result["rows"]), optimizer="AdamW", kind="BTT r=4")
+    times_as_long = [row["seconds over dense"] for row in rows]
+    at_equal_seconds = next(row["above"] for row in rows if "above" in row)
+    return {
+        "iso.seconds_least": f"{min(times_as_long):.1f}",
+        "iso.seconds_most": f"{max(times_as_long):.1f}",
+        "iso.equal_seconds": in_words(at_equal_seconds),
+        "iso.threads": str(result["rows"][0]["threads"]),
+    }
+
+
 def draw(result: Row) -> figures.Figure:
     """Test losses against seconds, a line for each kind and optimizer."""
     points = []
@@ -131,11 +144,13 @@ EXPERIMENT = Experiment(
     about=__doc__,
     run=time_steps,
     axes={"setup": ["Python"]},
-    sizes={"seconds": 300.0},
+    sizes={"seconds": 180.0},
     smoke={"seconds": 0.0},
     seeds=0,
     workers=1,
     analyse=lambda rows: {},
+    numbers=numbers,
+    tables={"iso seconds": distances},
     show=lambda result: [fronts(result), distances(result)],
     draw=draw,
 )
