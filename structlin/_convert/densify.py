@@ -1,5 +1,7 @@
 """The way back: structured layers of a model -> the dense layers that they stand for."""
 
+from importlib import import_module
+
 from torch import nn
 
 from .._hosts.registry import find_declare
@@ -43,7 +45,7 @@ def densify(model: nn.Module) -> nn.Module:
     experts = structured_experts(model)
     if not layers and not experts:
         raise ValueError(f"model={type(model).__name__} has no structured layer")
-    declare = find_declare(model)
+    declare = find_declare(model, import_module)
     for layer, module in layers:
         module.structure.require_matrix(f"layer {layer.name!r}: densify")
         reason = find_reason_to_keep(module, QuantizedLinear)

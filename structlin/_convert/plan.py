@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from math import isclose
 from typing import NamedTuple
 
@@ -186,7 +187,7 @@ class Plan:
                     "alone; load the weights, and make a new one"
                 )
         require_replaceable(self.model)
-        declare = registry.find_declare(self.model)
+        declare = registry.find_declare(self.model, import_module)
         require_unchanged(self.model, [layer for layer, _ in targets])
         self._require_same_values()
         replacements = []

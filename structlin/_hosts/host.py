@@ -47,8 +47,14 @@ class Host:
         """What to do where `model`, which may be converted, is a part of another one."""
         return ""
 
-    def find_declare(self, model: nn.Module) -> Callable[[nn.Module], None] | None:
+    def find_declare(
+        self, model: nn.Module, load: Callable[[str], Any]
+    ) -> Callable[[nn.Module], None] | None:
         """What tells the library which layers are structured, once they are; None: nothing does.
+
+        Args:
+            load: imports a module by its name. What declares layers stands above this folder, so
+                only what stands above both may import it.
 
         Raises:
             ImportError: it cannot be told, and `model` is of the library.

@@ -86,13 +86,16 @@ def warnings_of_parts(model: nn.Module) -> list[str]:
     return list(filter(None, warnings))
 
 
-def find_declare(model: nn.Module) -> Callable[[nn.Module], None]:
+def find_declare(model: nn.Module, load: Callable[[str], Any]) -> Callable[[nn.Module], None]:
     """What tells the libraries which layers are structured, so that their savers write it down.
+
+    Args:
+        load: imports a module by its name, see `Host.find_declare`.
 
     Raises:
         ImportError: a library cannot be told, and `model` is of it. Ask before it changes.
     """
-    declarations = [host.find_declare(model) for host in HOSTS]
+    declarations = [host.find_declare(model, load) for host in HOSTS]
 
     def declare(changed: nn.Module) -> None:
         for declare_to_one in filter(None, declarations):

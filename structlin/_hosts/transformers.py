@@ -76,13 +76,14 @@ class Transformers(Host):
             "save_pretrained, call structlin.hf.declare on that model before"
         )
 
-    def find_declare(self, model: nn.Module) -> Callable[[nn.Module], None] | None:
+    def find_declare(
+        self, model: nn.Module, load: Callable[[str], Any]
+    ) -> Callable[[nn.Module], None] | None:
         owner = sys.modules.get("transformers.modeling_utils")
         if owner is None:
             return None
         try:
-            # by name: it stands above what asks here
-            declare: Callable[[nn.Module], None] = import_module("structlin.hf").declare
+            declare: Callable[[nn.Module], None] = load("structlin.hf").declare
         except ImportError:
             # one that cannot be used stops nobody who converts another model
             if any(isinstance(module, owner.PreTrainedModel) for module in model.modules()):

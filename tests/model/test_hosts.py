@@ -64,7 +64,7 @@ class SmallHost(Host):
     def source_of(self, model):
         return "a file" if isinstance(model, Model) else ""
 
-    def find_declare(self, model):
+    def find_declare(self, model, load):
         return self.declare if isinstance(model, Model) else None
 
     def declare(self, model):
