@@ -310,7 +310,7 @@ print("compiled:", os.path.exists(os.environ["COMPILED"]))
 
 
 def test_nothing_compiles_but_a_layer_that_runs(tmp_path):
-    script = 'case "$*" in *--version*) echo 1;; *) touch "$COMPILED"; exit 1;; esac'
+    script = 'case "$*" in *--version*) echo 1;; *) : > "$COMPILED"; exit 1;; esac'
     environment = {
         **os.environ,
         "CXX": str(write_compiler(tmp_path / "compiler", script)),
