@@ -108,11 +108,11 @@ class Text:
 
 
 def cut_text(texts: Mapping[str, Tensor], recipe: Recipe) -> Text:
-    """Nine tenths of the encyclopedia calibrate and heal; its tail and C4 judge."""
-    known, tail = smollm2.split(texts["wiki"])
+    """Nine tenths of the encyclopedia's articles calibrate and heal; the others and C4 judge."""
+    known = texts["known"]
     context = recipe.context
     count = len(known) // context
-    judges = {"wiki": tail, "c4": texts["c4"]}
+    judges = {name: texts[name] for name in ("wiki", "c4")}
     return Text(
         calibration=[*smollm2.cut(known, recipe.calibration, context).split(1)],
         windows=known[: count * context].view(count, context),

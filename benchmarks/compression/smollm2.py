@@ -24,6 +24,7 @@ per second of one sequence, one pass over a prompt and one token at a time, in t
 
 import copy
 import math
+import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 import pretrained
 
 PART = "model.layers."
+HELD_OUT = 10  # each tenth article of the encyclopedia is
 HEALED = {"low-rank": (0.8, 0.6)}  # the refined family -> what is kept where it is healed too
 CHOICES = 4
 REFERENCE = "SVD-LLM"  # whose excess perplexity the others' is compared with
@@ -57,11 +59,24 @@ REFERENCE = "SVD-LLM"  # whose excess perplexity the others' is compared with
 def read_smollm2() -> tuple[nn.Module, dict[str, Tensor]]:
     """The model, and the tokens of each text."""
     model, tokenizer = pretrained.read_gguf(require(pretrained.SMOLLM2))
-    texts = {
-        name: require(source).read_text(encoding="utf-8")
-        for name, source in pretrained.TEXTS.items()
-    }
+    encyclopedia, c4 = (
+        require(pretrained.TEXTS[name]).read_text(encoding="utf-8") for name in ("wiki", "c4")
+    )
+    articles = list_articles(encyclopedia)
+    held_out = articles[HELD_OUT - 1 :: HELD_OUT]
+    known = [article for n, article in enumerate(articles, 1) if n % HELD_OUT]
+    texts = {"known": "\n\n".join(known), "wiki": "\n\n".join(held_out), "c4": c4}
     return model, {name: pretrained.tokenize(tokenizer, text) for name, text in texts.items()}
+
+
+def list_articles(encyclopedia: str) -> list[str]:
+    """The articles, each with its title, without the tags around them.
+
+    >>> list_articles('<doc id="1">\\nA\\n\\nOne.\\n</doc>\\n<doc id="2">\\nB\\n</doc>\\n')
+    ['A\\n\\nOne.', 'B']
+    """
+    articles = re.findall(r"(?ms)^<doc [^\n]*>$(.*?)^</doc>$", encyclopedia)
+    return [article.strip() for article in articles]
 
 
 def require(source: pretrained.Source) -> Path:
@@ -80,7 +95,7 @@ def make_tiny() -> tuple[nn.Module, dict[str, Tensor]]:
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "vocab_size": 128}
     model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=True)).eval()
     ids = torch.tensor([*library()[:20_000].encode("ascii")])
-    return model, {"wiki": ids, "c4": ids.flip(0)}
+    return model, {"known": ids[:18_000], "wiki": ids[18_000:], "c4": ids.flip(0)}
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
@@ -90,14 +105,9 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, dict[str, Tensor]]]] = {
 
 
 def read_tokens(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """The model of that name, and the tokens of each text."""
+    """The model of that name, and the tokens of each text: "known" calibrates and heals, "wiki" (of
+    the same encyclopedia, other articles) and "c4" measure."""
     return MODELS[name]()
-
-
-def split(encyclopedia: Tensor) -> tuple[Tensor, Tensor]:
-    """Nine tenths that calibrate and heal, and a tail that is held out."""
-    edge = len(encyclopedia) * 9 // 10
-    return encyclopedia[:edge], encyclopedia[edge:]
 
 
 def cut(ids: Tensor, count: int, length: int) -> Tensor:
@@ -124,12 +134,11 @@ class Held:
 
 @cache
 def prepare(sizes: methods.Sizes) -> tuple[methods.Data, Held]:
-    """What all runs of a process share. Nine tenths of the encyclopedia calibrate and heal."""
+    """What all runs of a process share."""
     at: Row = dict(sizes)
     context, batch = at["context"], at["batch"]
     model, texts = MODELS[at["model"]]()
-    known, tail = split(texts["wiki"])
-    heldout = {"wiki": tail, "c4": texts["c4"]}
+    known = texts["known"]
 
     def inputs(count: int, ids: Tensor) -> list[peers.Batch]:
         return [{"input_ids": rows} for rows in cut(ids, count, context).split(batch)]
@@ -141,7 +150,7 @@ def prepare(sizes: methods.Sizes) -> tuple[methods.Data, Held]:
     layers = peers.layers_of(model, PART)
     seen = peers.Seen(model, layers, calibration, loss_of_samples)
     data = methods.Data(model, PART, calibration, seen, healing, [judges])
-    windows = {name: [*cut(ids, at[name], context).split(batch)] for name, ids in heldout.items()}
+    windows = {name: [*cut(texts[name], at[name], context).split(batch)] for name in ("wiki", "c4")}
     prompt, piece = at["prompt"], at["piece"]
     text = cut(texts["c4"], at["items"], prompt + piece * (2 * CHOICES - 1))
     later = [text[:, prompt + 2 * n * piece :][:, :piece] for n in range(CHOICES)]

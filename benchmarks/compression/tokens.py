@@ -16,7 +16,6 @@ from start to end.
 """
 
 import copy
-import inspect
 import math
 import time
 from functools import lru_cache
@@ -50,8 +49,8 @@ def read(model: str) -> tuple[nn.Module, dict[str, Tensor]]:
 
 
 def list_batches(model: str, tokens: int, context: int) -> list[peers.Batch]:
-    """Windows of the encyclopedia, evenly spread over the nine tenths that are not held out."""
-    known, _ = smollm2.split(read(model)[1]["wiki"])
+    """Windows of the encyclopedia, evenly spread over the articles that are not held out."""
+    known = read(model)[1]["known"]
     return [{"input_ids": ids} for ids in smollm2.cut(known, tokens // context, context).split(1)]
 
 
@@ -87,7 +86,7 @@ def run(tokens: int, family: str, keep: float, **sizes: Any) -> list[Row]:
         batches,
         keep=keep,
         include=f"{smollm2.PART}*",
-        **bound_memory(),
+        memory=MEMORY,
     )
     seconds = time.process_time() - start
     row = measure(small, sizes) | {"method": family, "cpu_seconds": seconds}
@@ -96,12 +95,6 @@ def run(tokens: int, family: str, keep: float, **sizes: Any) -> list[Row]:
         return [row]
     ranks = find_ranks(small)
     return [row, truncate(tokens, sizes, ranks=ranks) | {"method": SAME_RANKS}]
-
-
-def bound_memory() -> dict[str, Any]:
-    """The option by which `compress` bounds its memory, where it has that option."""
-    has_option = "memory" in inspect.signature(structlin.compress).parameters
-    return {"memory": MEMORY} if has_option else {}
 
 
 def find_ranks(model: nn.Module) -> dict[str, int]:
@@ -129,9 +122,9 @@ def truncate(
 
 
 def measure(model: nn.Module, sizes: Row) -> Row:
-    """Perplexity on the encyclopedia's tail and on C4, and each window's log."""
+    """Perplexity on other articles of the encyclopedia and on C4, and each window's log."""
     texts = read(sizes["model"])[1]
-    held_out = {"wiki": smollm2.split(texts["wiki"])[1], "c4": texts["c4"]}
+    held_out = {name: texts[name] for name in TEXTS}
     row: Row = {}
     for name, ids in held_out.items():
         nats = find_nats(model, smollm2.cut(ids, sizes["windows"], sizes["context"]))
