@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 
 import structlin
-from benchmarks import examples
 from benchmarks.compression import vision
 from benchmarks.compression.smollm2 import pretrained, require
 from benchmarks.harness import figures, models, report, training
@@ -558,8 +557,6 @@ def verdicts(result: Row) -> str:
     for row in sorted(structured(table), key=lambda row: [row[name] for name in WHERE]):
         best = best_dense(table, row)
         against_best = percents(over(row["losses"], best["losses"]))
-        # what another optimizer than SOAP costs a structured model on a Xeon is not known
-        is_soap = row["optimizer"].startswith("SOAP")
         lines.append(
             [
                 f"{row['setup']}, {row['width']}",
@@ -567,11 +564,10 @@ def verdicts(result: Row) -> str:
                 percents(row["over dense"].get(row["optimizer"])),
                 f"{against_best} ({best['optimizer']})",
                 percents(row["over dense"].get("seconds")),
-                percents(at_seconds_of_a_xeon(table, row)) if is_soap else "",
             ]
         )
     titles = ["structured", "same FLOPs and optimizer", "same FLOPs, best dense"]
-    return report.table(["", *titles, "same seconds", "same seconds, Xeon (estimate)"], lines)
+    return report.table(["", *titles, "same seconds"], lines)
 
 
 def best_of_both(result: Row) -> str:
@@ -704,26 +700,6 @@ def numbers_against_dense(prefix: str, row: Row, suffix: str) -> dict[str, str]:
 
 def is_structured_by_adamw(row: Row) -> bool:
     return row["kind"] != "dense" and "AdamW" in row["over dense"] and row["optimizer"] == "AdamW"
-
-
-def at_seconds_of_a_xeon(table: Sequence[Row], row: Row) -> list[float | None] | None:
-    """A model's losses over those of dense of the same seconds, if all had those of `on_a_xeon`."""
-    dense_rows = select(table, setup=row["setup"], kind="dense")
-    if not has_front(dense_rows):
-        return None
-    (row_on_a_xeon,) = on_a_xeon([row])
-    return over_front(row, row_on_a_xeon["seconds"], on_a_xeon(dense_rows))
-
-
-def on_a_xeon(rows: Sequence[Row]) -> list[Row]:
-    """The rows with the seconds that they would have if the kinds of the main job kept the ratios
-    that it has on its Xeon, dense by Muon as it is."""
-    by_kind = examples.seconds_on_a_xeon()
-    scaled = []
-    for row in rows:
-        kind = "structured" if row["kind"] != "dense" else row["optimizer"].split()[0]
-        scaled.append({**row, "seconds": row["seconds"] * by_kind.get(kind, 1.0)})
-    return scaled
 
 
 def span(quantities: Sequence[float], spec: str) -> str:
