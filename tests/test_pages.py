@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-import train_gpt
 
 from benchmarks import examples, pages
 from benchmarks.harness import record, report, statistics
 from benchmarks.speed import layer
 from benchmarks.training import gpt_seconds, iso_report, lr_transfer, transfer
+from examples import train_gpt
 from structlin._structure import families
 
 ROOT = pages.ROOT

@@ -40,7 +40,8 @@ from benchmarks.compression import vision
 from benchmarks.compression.smollm2 import pretrained, require
 from benchmarks.harness import figures, models, report, training
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, climb, combinations
-from benchmarks.harness.statistics import log_loss, select, values
+from benchmarks.harness.shown import Claim
+from benchmarks.harness.statistics import below, log_loss, select, student, values
 from benchmarks.harness.tasks import Batch, Characters, Images
 from benchmarks.harness.timing import interleaved, ratio, wall
 from structlin import BTT, Dense
@@ -702,6 +703,26 @@ def is_structured_by_adamw(row: Row) -> bool:
     return row["kind"] != "dense" and "AdamW" in row["over dense"] and row["optimizer"] == "AdamW"
 
 
+def judge_fixed_tokens(result: Row) -> tuple[list[bool | None], str]:
+    """Whether structured models by AdamW have a lower loss than dense, on each data."""
+    rows = [row for row in result["table"] if is_structured_by_adamw(row)]
+    changes = {}  # percent
+    for row in rows:
+        over_dense = [100 * (ratio - 1) for ratio in row["over dense"]["AdamW"]]
+        changes[f"{row['setup']}, {name_of(row)}"] = student(over_dense)
+    found = [f"{name} {report.number(change, 1)} %" for name, change in changes.items()]
+    return [below(change) for change in changes.values()], "; ".join(found)
+
+
+CLAIM = Claim(
+    "CBS 9",
+    "BTT is more efficient than dense for GPTs, for a fixed number of tokens",
+    'BTT "is more efficient than dense for training small GPT-2 language models": dense and '
+    "structured models read the same tokens, by AdamW",
+    judge_fixed_tokens,
+)
+
+
 def span(quantities: Sequence[float], spec: str) -> str:
     """The least and the most, or what both are if they look alike.
 
@@ -721,6 +742,8 @@ def settings(**changes: int) -> dict[str, dict[str, int]]:
 EXPERIMENT = Experiment(
     name="gpt_seconds",
     about=__doc__,
+    claims=[CLAIM],
+    place="gpts.md#a-fixed-number-of-tokens",
     numbers=numbers,
     tables={
         "gpt best": best_of_both,
