@@ -1,12 +1,12 @@
 """What the pages show of the kept results of examples/."""
 
 from itertools import pairwise
-from statistics import fmean
 from typing import NamedTuple
 
 from benchmarks.harness.record import Row, read
 from benchmarks.harness.report import least_and_most, losses, table
 from benchmarks.harness.shown import Shown
+from benchmarks.training.iso_report import in_words
 
 SEEDS = ("", "_seed1", "_seed2")  # of results/train_gpt*.json
 
@@ -35,19 +35,20 @@ def times_fewer(row: Row, dense: Row) -> float | None:
     return None if seconds is None else dense["clock"][-1] / seconds
 
 
-# ---- examples/train_gpt.py: dense by Muon and by SOAP, structured by SOAP, of the same FLOPs -----
+# ---- examples/train_gpt.py: dense and structured by AdamW, dense and structured by SOAP ----------
 
 
 class Gpts(NamedTuple):
-    """The runs of the three models, seed by seed."""
+    """The runs of the four models, seed by seed."""
 
-    muon: list[Row]  #: dense by Muon
-    soap: list[Row]  #: dense by SOAP
-    structured: list[Row]  #: by SOAP
+    dense_adamw: list[Row]
+    structured_adamw: list[Row]
+    dense_soap: list[Row]
+    structured_soap: list[Row]
 
 
 def read_gpts() -> Gpts:
-    gpts = Gpts([], [], [])
+    gpts = Gpts([], [], [], [])
     for suffix in SEEDS:
         for runs, run in zip(gpts, read(f"train_gpt{suffix}")["rows"], strict=True):
             runs.append(run)
@@ -55,48 +56,25 @@ def read_gpts() -> Gpts:
 
 
 def numbers_of_gpts(result: Row) -> dict[str, str]:
-    """By how many percent the structured model's loss is lower, and its seconds over dense's on the
-    EPYC of seed 0 and on the Xeon of the others."""
+    """By how many percent a structured model's loss lies above dense's by the same optimizer, in
+    the mean of the seeds, and its seconds over dense's, of seed 0."""
     gpts = read_gpts()
-    texts: dict[str, str] = {}
-    for name, dense_runs in (("muon", gpts.muon), ("soap", gpts.soap)):
-        percents = []
-        for run, dense in zip(gpts.structured, dense_runs, strict=True):
-            percents.append(100 * (1 - run["loss"] / dense["loss"]))
-        epyc, *xeon = compare_seconds(gpts.structured, dense_runs)
-        texts |= least_and_most(f"main.{name}_", percents, ".1f")
-        texts[f"main.{name}_seconds_epyc"] = f"{epyc:.2f}"
-        texts[f"main.{name}_seconds_xeon"] = f"{min(xeon):.2f} to {max(xeon):.2f}"
-    return texts | numbers_of_the_newest()
-
-
-def compare_seconds(runs: list[Row], compared_runs: list[Row]) -> list[float]:
-    """The seconds of a step over the other model's, seed by seed: on the EPYC, then the Xeon."""
-    pairs = zip(runs, compared_runs, strict=True)
-    return [run["ms"] / compared["ms"] for run, compared in pairs]
-
-
-def numbers_of_the_newest() -> dict[str, str]:
-    """Of the newest run of seed 0: its losses, and what the other numbers say of the others."""
-    muon, soap, ours = read("train_gpt_newest")["rows"]
-    return {
-        "newest.losses": losses([muon["loss"], soap["loss"], ours["loss"]]),
-        "newest.muon": f"{100 * (1 - ours['loss'] / muon['loss']):.1f}",
-        "newest.soap": f"{100 * (1 - ours['loss'] / soap['loss']):.1f}",
-        "newest.muon_seconds": f"{ours['ms'] / muon['ms']:.2f}",
-        "newest.soap_seconds": f"{ours['ms'] / soap['ms']:.2f}",
+    pairs = {
+        "adamw": (gpts.structured_adamw, gpts.dense_adamw),
+        "soap": (gpts.structured_soap, gpts.dense_soap),
     }
-
-
-def seconds_on_a_xeon() -> dict[str, float]:
-    """By how much more the seconds of dense by SOAP and of the structured model, each over those of
-    dense by Muon, are on the Xeon of seeds 1 and 2 than on the EPYC of seed 0."""
-    gpts = read_gpts()
-    ratios = {}
-    for name, runs in (("SOAP", gpts.soap), ("structured", gpts.structured)):
-        epyc, *xeon = compare_seconds(runs, gpts.muon)
-        ratios[name] = fmean(xeon) / epyc
-    return ratios
+    texts: dict[str, str] = {}
+    for name, (structured_runs, dense_runs) in pairs.items():
+        above = [
+            100 * (run["loss"] / dense["loss"] - 1)
+            for run, dense in zip(structured_runs, dense_runs, strict=True)
+        ]
+        texts[f"main.{name}"] = in_words(above)
+        texts[f"main.{name}_seconds"] = (
+            f"{structured_runs[0]['clock'][-1] / dense_runs[0]['clock'][-1]:.1f}"
+        )
+    total = sum(runs[0]["clock"][-1] for runs in gpts)
+    return texts | {"main.minutes": f"{total / 60:.1f}"}
 
 
 def show_runs(result: Row) -> str:
@@ -107,14 +85,13 @@ def show_runs(result: Row) -> str:
         lines.append(
             [
                 f"{row['label']} by {row['optimizer']}",
-                str(row["width"]),
-                f"{row['params'] / 1e6:.2f} M",
-                f"{row['flops'] / 1e6:.2f} M",
+                f"{row['width']}, {row['params'] // 1000} k",
+                f"{row['steps']:,}",
                 f"{row['clock'][-1]:.0f}",
                 losses([run["loss"] for run in runs]),
             ]
         )
-    titles = ["", "width", "parameters", "FLOPs per token", "seconds"]
+    titles = ["", "width, parameters", "steps", "seconds"]
     return table([*titles, "held-out loss, by seed"], lines)
 
 

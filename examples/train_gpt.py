@@ -1,9 +1,12 @@
-"""A GPT on characters, in nanoGPT's manner: dense and structured layers side by side.
+"""GPTs on characters, in nanoGPT's manner, dense and structured, with the same training FLOPs.
 
-    python examples/train_gpt.py            # three minutes on two CPU cores; seconds with --smoke
+    python examples/train_gpt.py            # four minutes on two CPU cores; seconds with --smoke
 
-They learn the text of Python's standard library. Sources: nanoGPT (github.com/karpathy/nanoGPT);
-muP as in Yang et al. 2022 (arXiv:2203.03466). On a GPU: --device cuda --amp.
+They learn the text of Python's standard library. Each has the width and the rates that were the
+best for 1e12 FLOPs in benchmarks/training/iso_flops.py, and as many steps as its FLOPs allow: what
+costs less in a step trains for longer. Sources: nanoGPT (github.com/karpathy/nanoGPT); muP as in
+Yang et al. 2022 (arXiv:2203.03466); isoFLOP curves as in Hoffmann et al. 2022 (arXiv:2203.15556).
+On a GPU: --device cuda --amp.
 """
 
 import argparse
@@ -14,6 +17,7 @@ import sys
 import time
 from pathlib import Path
 from sysconfig import get_path
+from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import torch
@@ -21,26 +25,31 @@ import torch.nn.functional as F
 from torch import nn
 
 import structlin
-from structlin.optim import SOAP, Muon
 
-STRUCTURE = structlin.BTT(rank=4).activate()  # of the MLPs, with SiLU between its cores
-CONVERT = {
-    "overrides": {"*attn*": structlin.BTT(rank=4)},  # attention has no SiLU between its cores
-    "weight_norm": True,
-}
 HEAD = 32  # features of an attention head, at every width; muP divides by HEAD, not by its root
-TURN = 20  # steps until the next model has its turn; a slow minute of the machine slows all models
-SIZES = {
-    "width": 256,
-    "depth": 2,
-    "context": 64,
-    "batch": 32,
-    "steps": 250,
-    "lr": 0.06,  # of hidden matrices
-    "other_lr": 0.002,  # of everything else
-    "seed": 0,
-}
-SMOKE = {"width": 64, "depth": 1, "context": 16, "batch": 2, "steps": 6}
+HEAD_STD = 0.02  # of the start of the output layer
+TURNS = 50  # of each model; a slow minute of the machine slows all models
+BASE_WIDTH = 256  # of the dense model for which the rates are; muP scales them to other widths
+SIZES = {"budget": 1e12, "depth": 2, "context": 64, "batch": 8, "seed": 0}
+SMOKE = {"budget": 4e8, "depth": 1, "context": 16, "batch": 2}
+
+
+class Recipe(NamedTuple):
+    """What a model is, and how it trains."""
+
+    structured: bool
+    optimizer: str
+    width: int
+    lr: float  # by AdamW of everything, by SOAP of hidden matrices
+    other_lr: float  # of everything else
+
+
+RECIPES = [
+    Recipe(False, "AdamW", width=64, lr=2**-9, other_lr=2**-9),
+    Recipe(True, "AdamW", width=64, lr=2**-9, other_lr=2**-9),
+    Recipe(False, "SOAP", width=64, lr=2**-6, other_lr=2**-6),
+    Recipe(True, "SOAP", width=96, lr=2**-5, other_lr=2**-7),
+]
 
 
 # ---- the model -----------------------------------------------------------------------------------
@@ -153,10 +162,11 @@ class Windows:
 class Run:
     """A model and its optimizer, and how its training goes."""
 
-    def __init__(self, label, model, optimizer, params, flops_per_token, options):
+    def __init__(self, label, model, optimizer, steps, params, flops_per_token, options):
         self.label = label
         self.model = model
         self.optimizer = optimizer
+        self.steps = steps
         self.params = params
         self.flops_per_token = flops_per_token  # of a forward pass
         self.options = options
@@ -166,7 +176,7 @@ class Run:
 
     def relative_rate(self, step):
         """The learning rate over its peak: a line up, then a cosine down to a tenth."""
-        steps = self.options.steps
+        steps = self.steps
         # 5 % of the steps; a short run takes up to 50 steps, but no more than 20 %
         warmup = max(1, steps // 20, min(50, steps // 5))
         if step < warmup:
@@ -204,36 +214,41 @@ class Run:
         )
 
 
-def make_run(label, build, width, make_optimizer, data, options, head_std=0.0):
+def make_run(label, build, width, make_optimizer, data, options, steps=None, head_std=0.0):
     """A run of the model `build(width)`. All models start from the same seed.
 
-    The head starts at zero, or with the standard deviation `head_std`.
+    It makes so many steps, or as many as `options.budget` allows. The head starts at zero, or with
+    the standard deviation `head_std`.
     """
     torch.manual_seed(options.seed)
     model = build(width)
     nn.init.normal_(model.head.weight, std=head_std)
     x, y = data.heldout[0]
     cost = structlin.cost(model, x[:1])
-    flops_per_token = cost.flops // y[:1].numel()
+    tokens = y[:1].numel()  # that a window predicts
+    flops_per_token = cost.flops // tokens
+    if steps is None:
+        # a backward pass takes twice the FLOPs of a forward pass
+        flops_of_a_step = 3 * options.batch * tokens * flops_per_token
+        steps = max(1, round(options.budget / flops_of_a_step))
     model.to(options.device)
     optimizer = make_optimizer(model)
-    return Run(label, model, optimizer, cost.params, flops_per_token, options)
+    return Run(label, model, optimizer, steps, cost.params, flops_per_token, options)
 
 
-def train(runs, data, options):
-    """Train all runs on the same batches, in turns of `TURN` steps."""
-    evaluate_every = max(1, options.steps // 20)
-    for turn_start in range(0, options.steps, TURN):
-        turn_end = min(turn_start + TURN, options.steps)
+def train(runs, data):
+    """Train all runs, in turns. Step n of every run sees the same batch."""
+    for turn in range(TURNS):
         for run in runs:
-            for step in range(turn_start, turn_end):
+            evaluate_every = max(1, run.steps // 20)
+            for step in range(turn * run.steps // TURNS, (turn + 1) * run.steps // TURNS):
                 start = time.perf_counter()
                 x, y = data.batch(step)
                 run.step(x, y)
                 run.seconds += time.perf_counter() - start
 
                 steps_done = step + 1
-                if steps_done % evaluate_every == 0 or steps_done == options.steps:
+                if steps_done % evaluate_every == 0 or steps_done == run.steps:
                     run.evaluate(steps_done, data.heldout)
 
 
@@ -244,8 +259,9 @@ def report(runs, data, options):
     """Print a table, write a plot and results.json, and return a row for each run."""
     _, y = data.heldout[0]
     tokens_per_step = options.batch * y[:1].numel()
-    rows = [summarize(run, tokens_per_step, options.steps) for run in runs]
-    line = "{label:18}{optimizer:6}{width:5}{params:12,}{flops:12,}{ms:9.1f} ms{loss:9.4f}"
+    rows = [summarize(run, tokens_per_step) for run in runs]
+    line = "{label:18}{optimizer:6}{width:5}{params:12,}{flops:12,}{steps:8,}{ms:9.1f} ms"
+    line += "{loss:9.4f}"
     for row in rows:
         print(line.format(**row))
     options.out.mkdir(parents=True, exist_ok=True)
@@ -255,9 +271,9 @@ def report(runs, data, options):
     return rows
 
 
-def summarize(run, tokens_per_step, steps):
+def summarize(run, tokens_per_step):
     """What results.json keeps of a run."""
-    seconds_per_step = run.seconds / steps
+    seconds_per_step = run.seconds / run.steps
     clock = []  # seconds of training at each evaluation
     curve = []  # (training FLOPs so far, held-out loss)
     for steps_done, loss in run.losses:
@@ -271,6 +287,7 @@ def summarize(run, tokens_per_step, steps):
         "optimizer": type(run.optimizer).__name__,
         "width": run.model.head.in_features,
         "flops": run.flops_per_token,
+        "steps": run.steps,
         "ms": round(1e3 * seconds_per_step, 2),
         "loss": final_loss,
         "clock": clock,
@@ -312,37 +329,29 @@ def parse(about, out, sizes, smoke, argv):
     return parser.parse_args(argv)
 
 
-def compare(build, data, options, head_std=0.0):
-    """Dense by Muon, dense by SOAP, and as wide a structured model as dense's FLOPs allow by SOAP.
-
-    `build(width)` makes the dense model.
-    """
-    x, _ = data.heldout[0]
-    widened = structlin.widen(
-        build, STRUCTURE, dense=options.width, example=x[:1], multiple=HEAD, **CONVERT
-    )
-    base = build(options.width)  # the rates are for this model; muP scales them to other widths
+def make_recipe(recipe, build, data, options):
+    """The run of a recipe. `build(width)` makes the dense model."""
 
     def build_structured(width):
-        return structlin.convert(build(width), STRUCTURE, init="mup", **CONVERT)
+        mlp = structlin.BTT(rank=4).activate()  # SiLU between its cores
+        attention = structlin.BTT(rank=4)
+        return structlin.convert(
+            build(width), mlp, overrides={"*attn*": attention}, weight_norm=True, init="mup"
+        )
 
-    def muon(model):
-        return Muon(model, options.lr, momentum=0.9, other_lr=options.other_lr, base=base)
+    def make_optimizer(model):
+        base = build(BASE_WIDTH)
+        if recipe.optimizer == "SOAP":
+            return structlin.optim.SOAP(model, recipe.lr, other_lr=recipe.other_lr, base=base)
+        return structlin.optim.AdamW(
+            model, recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, base=base, fused=True
+        )
 
-    def soap(model):
-        return SOAP(model, options.lr, other_lr=options.other_lr, base=base)
-
-    dense_muon = make_run("dense", build, options.width, muon, data, options, head_std)
-    dense_soap = make_run("dense", build, options.width, soap, data, options, head_std)
-    structured_soap = make_run(
-        STRUCTURE.label, build_structured, widened.width, soap, data, options, head_std
+    label = "BTT(rank=4), silu" if recipe.structured else "dense"
+    build_model = build_structured if recipe.structured else build
+    return make_run(
+        label, build_model, recipe.width, make_optimizer, data, options, head_std=HEAD_STD
     )
-    runs = [dense_muon, dense_soap, structured_soap]
-
-    structlin.StructuredLinear(8, 8)(torch.zeros(1, 8))  # builds the engine before times
-    structlin.show_config()
-    train(runs, data, options)
-    return report(runs, data, options)
 
 
 def main(argv=None):
@@ -353,7 +362,11 @@ def main(argv=None):
     def build(width):
         return GPT(len(characters), options.context, options.depth, width)
 
-    return compare(build, data, options, head_std=0.02)
+    structlin.StructuredLinear(8, 8)(torch.zeros(1, 8))  # builds the engine before times
+    structlin.show_config()
+    runs = [make_recipe(recipe, build, data, options) for recipe in RECIPES]
+    train(runs, data)
+    return report(runs, data, options)
 
 
 if __name__ == "__main__":

@@ -89,15 +89,16 @@ def main(argv=None):
     x, _ = data.heldout[0]
     widened = structlin.widen(build, STRUCTURE, dense=options.width, example=x[:1], multiple=32)
     label = STRUCTURE.label
+    steps = options.steps
     runs = [
-        make_run("dense", build, options.width, adamw, data, options),
-        make_run("dense", build, 2 * options.width, adamw, data, options),
-        make_run(label, build_structured, 2 * options.width, adamw, data, options),
-        make_run(label, build_structured, widened.width, adamw, data, options),
+        make_run("dense", build, options.width, adamw, data, options, steps),
+        make_run("dense", build, 2 * options.width, adamw, data, options, steps),
+        make_run(label, build_structured, 2 * options.width, adamw, data, options, steps),
+        make_run(label, build_structured, widened.width, adamw, data, options, steps),
     ]
     structlin.StructuredLinear(8, 8)(torch.zeros(1, 8))  # builds the engine before times
     structlin.show_config()
-    train(runs, data, options)
+    train(runs, data)
     return report(runs, data, options)
 
 

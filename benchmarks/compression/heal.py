@@ -47,6 +47,7 @@ STATES = Path("out") / NAME
 WARMUP_SHARE = 0.05  # of the steps
 FAMILIES: dict[str, Any] = {"low-rank": structlin.LowRank(rank=1), "BTT": structlin.BTT()}
 OPTIMIZERS = ("adamw", "muon")
+MEMORY = 2.5  # gigabytes of activations that `compress` holds
 MUON_LR = 100.0  # Muon's rate of the cores relative to `lr`: RMS-matched steps of .01 at lr=1e-4
 
 
@@ -332,7 +333,12 @@ def find_compressed(dense: nn.Module, text: Text, recipe: Recipe, folder: Path) 
         return structlin.load(model, folder / "compressed")
     batches = [{"input_ids": ids} for ids in text.calibration]
     structlin.compress(
-        model, FAMILIES[recipe.family], batches, keep=recipe.keep, include=f"{smollm2.PART}*"
+        model,
+        FAMILIES[recipe.family],
+        batches,
+        keep=recipe.keep,
+        include=f"{smollm2.PART}*",
+        memory=MEMORY,
     )
     structlin.save(model, folder / "compressed")
     return model
@@ -443,6 +449,9 @@ def markdown(result: Row) -> str:
     for run_row in result["rows"]:
         recipe = run_row["recipe"]
         name = f"{recipe['family']}, keep {recipe['keep']:g}, {recipe['optimizer']}"
+        if run_row["step"] < run_row["steps"]:
+            tokens = run_row["step"] * recipe["batch"] * recipe["context"]
+            name += f" (on its way, {tokens:,} of {recipe['tokens']:,} tokens)"
         for point in run_row["curve"]:
             cells = [perplexity_of(point, run_row["dense"], text) for text in ("wiki", "c4")]
             lines.append([name, f"{point['tokens']:,}", *cells, f"{point['seconds']:.0f}"])

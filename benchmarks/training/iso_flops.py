@@ -420,8 +420,14 @@ def search_width(runs: Runs, cell: Row, job: Row, rounds: int) -> Row:
 EXPERIMENT = Experiment(
     name="iso_flops",
     about=__doc__,
+    claims=[iso_report.CLAIM],
+    place="budgets.md",
     numbers=iso_report.numbers,
-    tables={"iso fronts": iso_report.fronts, "iso distances": iso_report.distances},
+    tables={
+        "iso fronts": iso_report.fronts,
+        "iso distances": iso_report.distances,
+        "iso compute": iso_report.compute,
+    },
     run=train,
     axes={
         "setup": ["Python", "Wikipedia"],

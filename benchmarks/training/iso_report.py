@@ -15,7 +15,8 @@ import numpy as np
 
 from benchmarks.harness import figures, record, report
 from benchmarks.harness.experiment import Row
-from benchmarks.harness.statistics import log_loss, select, values
+from benchmarks.harness.shown import Claim
+from benchmarks.harness.statistics import below, log_loss, select, student, values
 
 CELL = ("setup", "optimizer", "kind", "budget")  # what is compared at its own best width and rates
 UNIT = 1e12  # FLOPs in which a fit takes them
@@ -31,6 +32,14 @@ def kind_of(optimizer: str) -> str:
     'AdamW'
     """
     return optimizer.partition(",")[0]
+
+
+def name_flops(flops: float) -> str:
+    """
+    >>> name_flops(2.5e11), name_flops(1e12)
+    ('2.5e11', '1e12')
+    """
+    return f"{flops:.3g}".replace("e+", "e")
 
 
 def best_of(rows: Sequence[Row], place: Row) -> Row:
@@ -74,8 +83,14 @@ def fronts(result: Row) -> str:
         losses = [loss for loss in row["losses"] if loss is not None]
         if losses:
             line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
-            cells[line, f"{row['budget']:.0e}"] = f"{fmean(losses):.3f} (width {row['width']})"
-    return report.pivot(cells)
+            text = f"{fmean(losses):.3f} (width {row['width']})"
+            cells[line, name_flops(row["budget"])] = text
+    return report.pivot(cells, list_budgets(result))
+
+
+def list_budgets(result: Row) -> list[str]:
+    """The columns of a table, the smallest budget first."""
+    return [name_flops(budget) for budget in sorted({*values(result["table"], "budget")})]
 
 
 # ---- fronts, and how far they lie from dense's ---------------------------------------------------
@@ -149,15 +164,23 @@ def span(numbers: Sequence[float], digits: str) -> str:
 
 
 def distances(result: Row) -> str:
-    """A table: percent above dense, and the compute that dense needs, by budget."""
+    """A table: percent above dense, by budget."""
+    return tabulate_seeds(result, "above", "+.1f")
+
+
+def compute(result: Row) -> str:
+    """A table: how many times the budget dense needs for the structured loss, by budget."""
+    return tabulate_seeds(result, "compute", ".2f")
+
+
+def tabulate_seeds(result: Row, name: str, digits: str) -> str:
+    """A number that `compare` finds for each seed: a line for each data, optimizer and kind."""
     cells = {}
     for row in compare(result["table"]):
         line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
-        budget = f"{row['budget']:.0e}"
-        cells[line, f"{budget}: % above dense"] = span(row["above"], "+.1f")
-        if "compute" in row:
-            cells[line, f"{budget}: compute of dense"] = span(row["compute"], ".2f")
-    return report.pivot(cells)
+        if name in row:
+            cells[line, name_flops(row["budget"])] = span(row[name], digits)
+    return report.pivot(cells, list_budgets(result))
 
 
 # ---- fits ----------------------------------------------------------------------------------------
@@ -262,11 +285,11 @@ def describe_fit(front: Front, dense: Front) -> Row:
             other.flops_to_reach(one.at(flops)) / flops
             for one, other in zip(draws, dense_draws, strict=True)
         ]
-        row[f"compute at {flops:.0e}"] = dense_best.flops_to_reach(best.at(flops)) / flops
-        row[f"interval at {flops:.0e}"] = interval(ratios, ".2f")
+        row[f"compute at {name_flops(flops)}"] = dense_best.flops_to_reach(best.at(flops)) / flops
+        row[f"interval at {name_flops(flops)}"] = interval(ratios, ".2f")
     for flops in EXTRAPOLATED:
-        row[f"loss at {flops:.0e}"] = best.at(flops)
-        row[f"interval of the loss at {flops:.0e}"] = interval(
+        row[f"loss at {name_flops(flops)}"] = best.at(flops)
+        row[f"interval of the loss at {name_flops(flops)}"] = interval(
             [one.at(flops) for one in draws], ".2f"
         )
     return row
@@ -280,7 +303,7 @@ def fits(result: Row) -> str:
         cells[line, "loss"] = row["fit"]
         cells[line, "largest residual"] = f"{100 * row['residual']:.2f} %"
         for flops in EXTRAPOLATED:
-            name = f"{flops:.0e}"
+            name = name_flops(flops)
             spread = row[f"interval of the loss at {name}"]
             cells[line, f"loss at {name}, extrapolated"] = (
                 f"{row[f'loss at {name}']:.2f} ({spread})"
@@ -312,13 +335,13 @@ def means(result: Row) -> str:
             for loss, other in zip(row["losses"], same[0]["losses"], strict=False)
         ]
         line = f"{row['setup']}, {row['kind']}, {row['optimizer']}"
-        cells[line, f"{row['budget']:.0e}"] = span(changes, "+.1f")
+        cells[line, name_flops(row["budget"])] = span(changes, "+.1f")
     return report.pivot(cells)
 
 
 def show(result: Row) -> list[str]:
     """What the command prints: all tables that have rows."""
-    shown = [fronts(result), distances(result)]
+    shown = [fronts(result), distances(result), compute(result)]
     if fit_all(result["table"]):
         shown.append(fits(result))
     if any(row["optimizer"] != kind_of(row["optimizer"]) for row in result["table"]):
@@ -334,7 +357,7 @@ def numbers(result: Row) -> dict[str, str]:
     as "iso.AdamW_1e12"."""
     texts = {"iso.runs": str(len(result["rows"]))}
     for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
-        budget = f"{row['budget']:.0e}".replace("+", "")
+        budget = name_flops(row["budget"])
         texts[f"iso.{row['optimizer']}_{budget}"] = in_words(row["above"])
     return texts | numbers_of_the_largest_budget(result) | numbers_of_a_longer_run(result)
 
@@ -352,7 +375,7 @@ def numbers_of_the_largest_budget(result: Row) -> dict[str, str]:
         for _, budget in above
         if all((optimizer, budget) in above for optimizer in optimizers)
     )
-    texts = {"iso.budget": f"{budget:.0e}".replace("+", "")}
+    texts = {"iso.budget": name_flops(budget)}
     for optimizer in optimizers:
         texts[f"iso.{optimizer.lower()}"] = in_words(above[optimizer, budget])
     return texts
@@ -384,6 +407,25 @@ def numbers_of_a_longer_run(result: Row) -> dict[str, str]:
         "iso.longer_flops": f"{100 * longer['budget'] / flops:.0f} %",
         "iso.wide_loss": f"{fmean(wide['losses']):.3f}",
     }
+
+
+def judge_best_allocation(result: Row) -> tuple[list[bool | None], str]:
+    """Whether BTT of rank 4 by AdamW has a lower loss than dense on characters, at each budget."""
+    rows = select(compare(result["table"]), setup="Python", kind="BTT r=4", optimizer="AdamW")
+    changes = {row["budget"]: student(row["above"]) for row in rows if len(row["above"]) > 1}
+    found = [
+        f"{name_flops(budget)}: {report.number(change, 1)} %" for budget, change in changes.items()
+    ]
+    return [below(change) for change in changes.values()], "; ".join(found)
+
+
+CLAIM = Claim(
+    "CBS 9",
+    "the same, with width and length both free",
+    'BTT "is more efficient than dense for training small GPT-2 language models": each at its own '
+    "best width and length for a budget of training FLOPs, by AdamW",
+    judge_best_allocation,
+)
 
 
 def draw(result: Row) -> figures.Figure:

@@ -155,6 +155,7 @@ def compress(
         overrides=overrides,
         untie=untie,
         progress=progress,
+        memory=memory,
     )
     warn_of(planned)
     return planned.apply()

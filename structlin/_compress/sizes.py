@@ -20,13 +20,14 @@ from .._structure.arguments import require_choice
 from .._structure.families import Dense, Family, Split
 from .knapsack import choose
 from .replay import Call, Replay
-from .sensitivity import Covariances, Loss, measure_change, measure_covariances
+from .sensitivity import Covariances, Loss, count_rows, measure_change, measure_covariances
 
 # Shares of a dense layer's cost that a block's layers keep while the harm is measured. By trial:
 # SmolLM2-135M at 0.6 has 20 % less excess perplexity on C4 than without (docs/compress.md).
 SHARES = 0.75, 0.4
 TOLERANCE = 0.25  # of a ratio: a block within it is as predicted
-CHECKED_CALLS = 4  # about, of those that the covariances are measured on
+CHECKED_CALLS = 4  # at most about, of those that the covariances are measured on
+CHECKED_ROWS = 2048  # of outputs, after which no further call is checked
 
 
 def check_keep(name: str, keep: Any) -> float | None:
@@ -65,6 +66,15 @@ class Offer(NamedTuple):
 
 
 Offers = Sequence[Offer]
+
+
+class Checked(NamedTuple):
+    """A call in which harm is measured, and what the dense model returns in it."""
+
+    call: Call
+    before: Any
+
+
 Curves = Mapping[nn.Module, Curve]  # of the layers with an offer, in their order
 Weights = Mapping[nn.Module, Tensor]  # of a squared error of each output of a layer
 
@@ -152,9 +162,10 @@ def _correct_curves(
     blocks.sort(key=lambda layers: rank[layers[0].module])
 
     corrected = dict(curves)
+    checked_calls = _list_checked(replay)
     predicted_in_turn = 0
     for block in blocks:
-        ratios = _measure_ratios(replay, block, corrected, outputs, loss)
+        ratios = _measure_ratios(replay, block, corrected, outputs, loss, checked_calls)
         for layer in block:
             corrected[layer.module] = _scale(corrected[layer.module], ratios)
         is_predicted = all(abs(ratio - 1) <= TOLERANCE for ratio in ratios)
@@ -164,12 +175,26 @@ def _correct_curves(
     return corrected
 
 
+def _list_checked(replay: Replay) -> list[Checked]:
+    """Some of the few calls, evenly spread: as many as have `CHECKED_ROWS` rows of outputs."""
+    checked_calls: list[Checked] = []
+    rows = 0
+    for call in replay.few[:: max(1, len(replay.few) // CHECKED_CALLS)]:
+        before = replay.run(call)
+        checked_calls.append(Checked(call, before))
+        rows += count_rows(before, call.masks)
+        if rows >= CHECKED_ROWS:
+            break
+    return checked_calls
+
+
 def _measure_ratios(
     replay: Replay,
     layers: Sequence[Layer],
     curves: Curves,
     outputs: Weights,
     loss: Loss,
+    checked_calls: Sequence[Checked],
 ) -> list[float]:
     """For each of `SHARES`, what errors of these layers do, over what is predicted; 1 where nothing
     is, or where the outputs are not finite with these errors."""
@@ -192,18 +217,16 @@ def _measure_ratios(
                 matrix = to_dense(structure, cores)[: len(weight), : weight.shape[1]]
                 changes[n][layer.module] = matrix.to(weight) - weight
 
-    calls = replay.few[:: max(1, len(replay.few) // CHECKED_CALLS)]
-    for call in calls:
-        before = replay.run(call)
+    for call, before in checked_calls:
         for n, change_of in enumerate(changes):
-            measured_harm[n] += measure_change(
-                before, _run_changed(replay, call, change_of), loss, call.masks
-            )
+            after = _run_changed(replay, call, change_of)
+            measured_harm[n] += measure_change(before, after, loss, call.masks)
+            del after  # before the next run
 
     ratios = [1.0] * len(SHARES)
     for n, predicted in enumerate(predicted_harm):
         if predicted > 0 and math.isfinite(measured_harm[n]):
-            ratios[n] = measured_harm[n] / (len(calls) * predicted)
+            ratios[n] = measured_harm[n] / (len(checked_calls) * predicted)
     return ratios
 
 

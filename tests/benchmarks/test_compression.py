@@ -90,17 +90,14 @@ def test_the_text_that_calibrates_and_heals_is_not_measured_on():
     sizes = smoke(smollm2)
     data, held = smollm2.prepare(tuple(sizes.items()))
     _, texts = smollm2.make_tiny()
-    edge = len(texts["wiki"]) * 9 // 10
-    known, tail = (
-        part.unfold(0, sizes["context"], 1) for part in (texts["wiki"][:edge], texts["wiki"][edge:])
-    )
+    known, others = (texts[name].unfold(0, sizes["context"], 1) for name in ("known", "wiki"))
 
     def among(rows, windows):
         return all((windows == row).all(1).any() for row in rows)
 
     used = [*data.batches, *data.healing, *data.judges]
     assert all(among(batch["input_ids"], known) for batch in used)
-    assert all(among(rows, tail) for rows in held.windows["wiki"])
+    assert all(among(rows, others) for rows in held.windows["wiki"])
     assert sum(len(batch["input_ids"]) for batch in data.batches) == sizes["calibration"]
 
 

@@ -156,28 +156,6 @@ def test_a_dense_model_by_soap_that_lacks_a_basis_is_marked():
     assert "| Python, 512: BTT r=4 | - | 1.000 (1 s) |" in shown
 
 
-def test_the_seconds_of_a_xeon_move_structured_models_and_dense_by_soap(monkeypatch):
-    factors = {"structured": 2.0, "SOAP": 0.5}
-    monkeypatch.setattr(gpt_seconds.examples, "seconds_on_a_xeon", lambda: factors)
-    dense = [
-        make_cell("dense", "Muon", [4.0], 1.0, width=128),
-        make_cell("dense", "Muon", [1.0], 4.0),
-        make_cell("dense", "SOAP", [0.5], 16.0),  # 8 s there
-    ]
-    ours = make_cell("BTT r=4", "SOAP", [0.75], 4.0)  # 8 s there
-    assert gpt_seconds.at_seconds_of_a_xeon([*dense, ours], ours) == [pytest.approx(1.5)]
-    assert gpt_seconds.at_seconds_of_a_xeon([*dense[1:], ours], ours) is None  # no front
-
-
-def test_the_factors_of_the_xeon_are_of_the_main_jobs_times(monkeypatch):
-    times = {"": (1.0, 2.0, 3.0), "_seed1": (2.0, 2.0, 9.0), "_seed2": (2.0, 6.0, 3.0)}
-    rows = {f"train_gpt{end}": {"rows": [{"ms": ms} for ms in of]} for end, of in times.items()}
-    monkeypatch.setattr(gpt_seconds.examples, "read", rows.__getitem__)
-    assert gpt_seconds.examples.seconds_on_a_xeon() == {"SOAP": 1.0, "structured": 1.0}
-    rows["train_gpt"]["rows"][2]["ms"] = 1.5
-    assert gpt_seconds.examples.seconds_on_a_xeon() == {"SOAP": 1.0, "structured": 2.0}
-
-
 def test_a_run_that_diverged_is_behind_every_other():
     rows = [*make_row("dense", 1, [4.0]), *make_row("BTT r=1", 1, [None])]
     times = [{**row, "milliseconds": 1.0} for row in rows]

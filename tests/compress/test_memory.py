@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from structlin import LowRank, plan_compression
+from structlin import LowRank, compress, plan_compression
 from structlin._compress import memory, progress
 from structlin._compress.memory import Activations, Memory
 
@@ -94,6 +94,11 @@ def test_over_its_bound_memory_holds_nothing_of_the_runs_that_wait(files):
     with bounded.guard():
         assert (x + 1).sum() == 3000
     bounded.close()
+
+
+def test_compress_in_one_call_has_the_bound_too(model, batches, files):
+    compress(model, LowRank(rank=1), batches, keep=0.5, memory=0.0)
+    assert len(files) >= 1
 
 
 def test_a_bound_that_is_not_reached_writes_nothing(model, batches, files):

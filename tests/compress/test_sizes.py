@@ -24,7 +24,7 @@ from structlin import (
     plan_compression,
     summary,
 )
-from structlin._compress import sensitivity, sizes
+from structlin._compress import replay, sensitivity, sizes
 from structlin._compress.compress import measure
 from structlin._compress.knapsack import choose, choose_by_table
 from structlin._compress.sizes import Share, allocate
@@ -514,3 +514,46 @@ def test_a_token_that_is_impossible_before_counts_nothing():
     for pair in ((before, after), masked):
         found = sizes.measure_change(*pair, "divergence", [])
         assert found == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_the_harm_of_many_rows_is_estimated_from_some_for_all(monkeypatch):
+    torch.manual_seed(0)
+    before, change = torch.randn(2, 4000, 8, dtype=torch.double)
+    after = before + 0.1 * change
+    expected = 2 * F.kl_div(
+        after.log_softmax(-1), before.log_softmax(-1), reduction="sum", log_target=True
+    )
+    monkeypatch.setattr(sensitivity, "MEASURED_ROWS", 1000)
+    found = sizes.measure_change(before, after, "divergence", [])
+    assert found == pytest.approx(expected.item(), rel=0.1)
+    assert found != pytest.approx(expected.item(), rel=1e-6)  # not all rows were measured
+
+
+def test_no_more_calls_are_checked_than_have_enough_rows_and_the_dense_model_runs_once(monkeypatch):
+    torch.manual_seed(0)
+    model = Chain([30.0] * 4, nn.Tanh)
+    runs = []
+    run = replay.Replay.run
+
+    def count(self, call, layers=(), *args, **options):
+        runs.append(len(list(layers)))
+        return run(self, call, layers, *args, **options)
+
+    checked = []
+    measure = sizes._measure_ratios
+
+    def spy(*args):
+        before = len(runs)
+        found = measure(*args)
+        checked.append(runs[before:])
+        return found
+
+    monkeypatch.setattr(replay.Replay, "run", count)
+    monkeypatch.setattr(sizes, "_measure_ratios", spy)
+    for rows, calls in ((100, 4), (1024, 2), (3000, 1)):
+        checked.clear()
+        batches = torch.randn(8, rows, 16).unbind()
+        compress(copy.deepcopy(model), LowRank(rank=1), batches, keep=0.5, include="*")
+        assert len(checked) >= 2
+        # two shares of each call with errors in one layer, and no run of the dense model
+        assert all(found == [1] * (2 * calls) for found in checked)
