@@ -302,22 +302,7 @@ def test_longer_training_wants_lower_rates_and_muon_follows_the_batch_by_less_th
                 assert -1 < batch[16] < 0 < batch[256] < 1
 
 
-def test_a_language_model_loses_less_than_by_peers_that_save_flops_and_more_than_by_pruning():
-    excess = record.read("smollm2")["excess"]
-    assert {*excess} >= {"0.8", "0.6"}
-    for found in excess.values():
-        ours = found["low-rank, calibrated"]
-        peers = {name: each for name, each in found.items() if ", " not in name}
-        pruned = [peers.pop(name) for name in ("pruning", "Wanda")]
-        assert all(ours["high"] < each["low"] for each in peers.values())
-        assert all(each["high"] < ours["low"] for each in pruned)
-
-
-def test_measured_harm_helps_a_language_model_at_small_sizes_and_changes_an_encoder_little():
-    rows = statistics.select(record.read("smollm2")["rows"], method="low-rank")
-    found = {(row["keep"], row["way"]): row["perplexity"] for row in rows}
-    assert found[0.6, "calibrated"] < 0.9 * found[0.6, "uncorrected"]
-    assert 1 < found[0.8, "calibrated"] / found[0.8, "uncorrected"] < 1.02
+def test_measured_harm_changes_an_encoder_little():
     for family in ("BTT", "Monarch", "low-rank", "block-diagonal"):
         rows = statistics.select(record.read("minilm")["rows"], family=family, budget=0.5)
         cosines = {row["way"]: row["cosine"] for row in rows}
