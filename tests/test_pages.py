@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-
 from benchmarks import examples, pages
 from benchmarks.harness import record, report, statistics
 from benchmarks.speed import layer
@@ -300,6 +299,22 @@ def test_longer_training_wants_lower_rates_and_muon_follows_the_batch_by_less_th
                 assert max(map(abs, batch.values())) < 0.25
             else:
                 assert -1 < batch[16] < 0 < batch[256] < 1
+
+
+def test_a_language_model_loses_less_than_by_peers_that_save_flops_and_more_than_by_wanda():
+    excess = record.read("smollm2")["excess"]
+    for keep in ("0.8", "0.6"):
+        ours = excess[keep]["low-rank, calibrated"]
+        for peer in ("SVD", "ASVD", "ASVD, its search", "SVD-LLM", "K-FAC SVD"):
+            assert ours["high"] < excess[keep][peer]["low"]
+        assert excess[keep]["Wanda"]["high"] < ours["low"]
+    (low_rank,) = statistics.select(
+        record.read("smollm2")["rows"], method="low-rank", way="calibrated", keep=0.6
+    )
+    (pruned,) = statistics.select(record.read("smollm2")["rows"], method="pruning", keep=0.6)
+    assert pruned["perplexity_wiki"] > low_rank["perplexity_wiki"]
+    assert pruned["perplexity_c4"] < low_rank["perplexity_c4"]
+    assert excess["0.8"]["pruning"]["high"] < excess["0.8"]["low-rank, calibrated"]["low"]
 
 
 def test_measured_harm_changes_an_encoder_little():
