@@ -1,6 +1,6 @@
 """GPTs on characters, in nanoGPT's manner, dense and structured, with the same training FLOPs.
 
-    python examples/train_gpt.py            # four minutes on two CPU cores; seconds with --smoke
+    python examples/train_gpt.py            # four minutes on a CPU core; seconds with --smoke
 
 They learn the text of Python's standard library. Each has the width and the rates that were the
 best for 1e12 FLOPs in benchmarks/training/iso_flops.py, and as many steps as its FLOPs allow: what
@@ -26,6 +26,8 @@ from torch import nn
 
 import structlin
 
+MLP = structlin.BTT(rank=4).activate()  # the structure of MLPs, with SiLU between its cores
+ATTENTION = structlin.BTT(rank=4)  # the structure of attention
 HEAD = 32  # features of an attention head, at every width; muP divides by HEAD, not by its root
 HEAD_STD = 0.02  # of the start of the output layer
 TURNS = 50  # of each model; a slow minute of the machine slows all models
@@ -329,14 +331,12 @@ def parse(about, out, sizes, smoke, argv):
     return parser.parse_args(argv)
 
 
-def make_recipe(recipe, build, data, options):
+def start_run(recipe, build, data, options):
     """The run of a recipe. `build(width)` makes the dense model."""
 
     def build_structured(width):
-        mlp = structlin.BTT(rank=4).activate()  # SiLU between its cores
-        attention = structlin.BTT(rank=4)
         return structlin.convert(
-            build(width), mlp, overrides={"*attn*": attention}, weight_norm=True, init="mup"
+            build(width), MLP, overrides={"*attn*": ATTENTION}, weight_norm=True, init="mup"
         )
 
     def make_optimizer(model):
@@ -347,7 +347,7 @@ def make_recipe(recipe, build, data, options):
             model, recipe.lr, betas=(0.9, 0.95), weight_decay=0.0, base=base, fused=True
         )
 
-    label = "BTT(rank=4), silu" if recipe.structured else "dense"
+    label = MLP.label if recipe.structured else "dense"
     build_model = build_structured if recipe.structured else build
     return make_run(
         label, build_model, recipe.width, make_optimizer, data, options, head_std=HEAD_STD
@@ -364,7 +364,7 @@ def main(argv=None):
 
     structlin.StructuredLinear(8, 8)(torch.zeros(1, 8))  # builds the engine before times
     structlin.show_config()
-    runs = [make_recipe(recipe, build, data, options) for recipe in RECIPES]
+    runs = [start_run(recipe, build, data, options) for recipe in RECIPES]
     train(runs, data)
     return report(runs, data, options)
 

@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
-
 from benchmarks import examples, pages
 from benchmarks.harness import record, report, statistics
 from benchmarks.speed import layer
@@ -302,22 +301,23 @@ def test_longer_training_wants_lower_rates_and_muon_follows_the_batch_by_less_th
                 assert -1 < batch[16] < 0 < batch[256] < 1
 
 
-def test_a_language_model_loses_less_than_by_peers_that_save_flops_and_more_than_by_pruning():
+def test_a_language_model_loses_less_than_by_peers_that_save_flops_and_more_than_by_wanda():
     excess = record.read("smollm2")["excess"]
-    assert {*excess} >= {"0.8", "0.6"}
-    for found in excess.values():
-        ours = found["low-rank, calibrated"]
-        peers = {name: each for name, each in found.items() if ", " not in name}
-        pruned = [peers.pop(name) for name in ("pruning", "Wanda")]
-        assert all(ours["high"] < each["low"] for each in peers.values())
-        assert all(each["high"] < ours["low"] for each in pruned)
+    for keep in ("0.8", "0.6"):
+        ours = excess[keep]["low-rank, calibrated"]
+        for peer in ("SVD", "ASVD", "ASVD, its search", "SVD-LLM", "K-FAC SVD"):
+            assert ours["high"] < excess[keep][peer]["low"]
+        assert excess[keep]["Wanda"]["high"] < ours["low"]
+    (low_rank,) = statistics.select(
+        record.read("smollm2")["rows"], method="low-rank", way="calibrated", keep=0.6
+    )
+    (pruned,) = statistics.select(record.read("smollm2")["rows"], method="pruning", keep=0.6)
+    assert pruned["perplexity_wiki"] > low_rank["perplexity_wiki"]
+    assert pruned["perplexity_c4"] < low_rank["perplexity_c4"]
+    assert excess["0.8"]["pruning"]["high"] < excess["0.8"]["low-rank, calibrated"]["low"]
 
 
-def test_measured_harm_helps_a_language_model_at_small_sizes_and_changes_an_encoder_little():
-    rows = statistics.select(record.read("smollm2")["rows"], method="low-rank")
-    found = {(row["keep"], row["way"]): row["perplexity"] for row in rows}
-    assert found[0.6, "calibrated"] < 0.9 * found[0.6, "uncorrected"]
-    assert 1 < found[0.8, "calibrated"] / found[0.8, "uncorrected"] < 1.02
+def test_measured_harm_changes_an_encoder_little():
     for family in ("BTT", "Monarch", "low-rank", "block-diagonal"):
         rows = statistics.select(record.read("minilm")["rows"], family=family, budget=0.5)
         cosines = {row["way"]: row["cosine"] for row in rows}

@@ -125,7 +125,8 @@ def compress(
         start = time.process_time()
         model = copy.deepcopy(data.model)
         layers = peers.layers_of(model, data.part)
-        found: Row = peers.PEERS[method](model, layers, keep, data.seen)
+        peer = (peers.PEERS | peers.SEARCHED)[method]
+        found: Row = peer(model, layers, keep, data.seen)
         return model.eval(), found | {"cpu_seconds": time.process_time() - start}
     if way == "plain":
         start, model = time.process_time(), copy.deepcopy(data.model)
@@ -228,7 +229,9 @@ def in_order(rows: Iterable[Row]) -> list[Row]:
     """By what is kept, then peers, then structures."""
 
     def key(row: Row) -> tuple[float, int, int]:
-        return -row["keep"], METHODS.index(row["method"]), WAYS.index(row["way"])
+        method = row["method"]
+        place = METHODS.index(method) if method in METHODS else len(METHODS)
+        return -row["keep"], place, WAYS.index(row["way"])
 
     return sorted(rows, key=key)
 

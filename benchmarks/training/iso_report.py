@@ -15,8 +15,8 @@ import numpy as np
 
 from benchmarks.harness import figures, record, report
 from benchmarks.harness.experiment import Row
-from benchmarks.harness.shown import Claim
-from benchmarks.harness.statistics import below, log_loss, select, student, values
+from benchmarks.harness.shown import Claim, Holds, judge_changes
+from benchmarks.harness.statistics import log_loss, select, values
 
 CELL = ("setup", "optimizer", "kind", "budget")  # what is compared at its own best width and rates
 UNIT = 1e12  # FLOPs in which a fit takes them
@@ -35,7 +35,8 @@ def kind_of(optimizer: str) -> str:
 
 
 def name_flops(flops: float) -> str:
-    """
+    """A budget as tables name it.
+
     >>> name_flops(2.5e11), name_flops(1e12)
     ('2.5e11', '1e12')
     """
@@ -409,14 +410,12 @@ def numbers_of_a_longer_run(result: Row) -> dict[str, str]:
     }
 
 
-def judge_best_allocation(result: Row) -> tuple[list[bool | None], str]:
+def judge_best_allocation(result: Row) -> tuple[Holds, str]:
     """Whether BTT of rank 4 by AdamW has a lower loss than dense on characters, at each budget."""
     rows = select(compare(result["table"]), setup="Python", kind="BTT r=4", optimizer="AdamW")
-    changes = {row["budget"]: student(row["above"]) for row in rows if len(row["above"]) > 1}
-    found = [
-        f"{name_flops(budget)}: {report.number(change, 1)} %" for budget, change in changes.items()
-    ]
-    return [below(change) for change in changes.values()], "; ".join(found)
+    return judge_changes(
+        {name_flops(row["budget"]): row["above"] for row in rows if len(row["above"]) > 1}
+    )
 
 
 CLAIM = Claim(

@@ -282,7 +282,7 @@ def measure_change(before: Any, after: Any, loss: Loss, masks: list[Tensor]) -> 
 def _find_divergence(old: Tensor, new: Tensor) -> float:
     """KL(softmax(old) || softmax(new)) in nats, summed over the rows, some at a time."""
     divergence = 0.0
-    for old_rows, new_rows in zip(old.split(ROWS), new.split(ROWS), strict=True):
+    for old_rows, new_rows in zip(torch.split(old, ROWS), torch.split(new, ROWS), strict=True):
         log_p = old_rows.float().log_softmax(-1)  # (rows, classes)
         log_q = new_rows.float().log_softmax(-1)
         terms = log_p.exp() * (log_p - log_q)
@@ -308,8 +308,8 @@ def _are_logits(name: str, tensor: Tensor, loss: Loss) -> bool:
 def _surprise(logits: Tensor, generator: torch.Generator) -> Tensor:
     """- log p of labels drawn from p, summed over rows; `(rows, classes)`."""
     logs = logits.float().log_softmax(-1).flatten(0, -2)  # (rows, classes)
-    labels = []
-    for rows in logs.detach().split(ROWS):  # the numbers drawn are the same as for all at once
+    labels = []  # the same as if all rows were drawn at once
+    for rows in torch.split(logs.detach(), ROWS):
         p = rows.exp().cpu()
         if not p.isfinite().all():
             return logs.sum()  # not finite

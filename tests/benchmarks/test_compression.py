@@ -5,14 +5,12 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from benchmarks.compression import dinov2, methods, minilm, peers, smollm2
-from benchmarks.harness import record
 
 
 def smoke(program):
@@ -49,6 +47,13 @@ def test_smoke_runs_without_the_packages_every_method_in_every_way(program, no_p
             ("dense", "dense"),
             *((family, way) for family in ("BTT", "low-rank") for way in minilm.WAYS),
             *((name, "peer") for name in minilm.PEERS),
+        }
+    elif program is smollm2:
+        assert ways == {
+            *(("dense", way) for way in ("dense", "int8")),
+            *((name, "peer") for name in (*peers.PEERS, *peers.SEARCHED, smollm2.SAME_RANKS)),
+            *(("low-rank", way) for way in ("calibrated", "int8", "healed")),
+            ("BTT", "calibrated"),
         }
     else:
         assert ways == {
@@ -90,45 +95,123 @@ def test_the_text_that_calibrates_and_heals_is_not_measured_on():
     sizes = smoke(smollm2)
     data, held = smollm2.prepare(tuple(sizes.items()))
     _, texts = smollm2.make_tiny()
-    known, others = (texts[name].unfold(0, sizes["context"], 1) for name in ("known", "wiki"))
+    windows = {name: ids.unfold(0, sizes["context"], 1) for name, ids in texts.items()}
 
     def among(rows, windows):
         return all((windows == row).all(1).any() for row in rows)
 
     used = [*data.batches, *data.healing, *data.judges]
-    assert all(among(batch["input_ids"], known) for batch in used)
-    assert all(among(rows, others) for rows in held.windows["wiki"])
+    assert all(among(batch["input_ids"], windows["known"]) for batch in used)
+    assert all(among(held.windows[name], windows[name]) for name in ("wiki", "c4"))
     assert sum(len(batch["input_ids"]) for batch in data.batches) == sizes["calibration"]
+    assert all(len(rows) == sizes["windows"] for rows in held.windows.values())
 
 
-def test_the_pieces_are_the_next_one_and_three_that_begin_later():
-    sizes = smoke(smollm2)
-    _, held = smollm2.prepare(tuple(sizes.items()))
-    _, texts = smollm2.make_tiny()
-    prompt, piece = sizes["prompt"], sizes["piece"]
-    assert torch.equal(held.prompts[0][0], texts["c4"][:prompt])
-    for n, found in enumerate(held.pieces[0][0]):
-        assert torch.equal(found, texts["c4"][prompt + 2 * n * piece :][:piece])
+SENTENCES = (
+    "The fox saw an owl. It was a bird. We like a fox. They are on the hill. So is the owl. No"
+)
+VOCABULARY = ["[start]", *dict.fromkeys(SENTENCES.replace(".", " .").split()), "ok", "were"]
+VOCABULARY = [word if word in (".", "[start]") else f" {word}" for word in VOCABULARY]
 
 
-def test_the_choice_is_that_of_passes_without_a_cache():
+def ids_of(text):
+    words = ["[start]", *text.replace(".", " .").split()]
+    return [VOCABULARY.index(word if word in (".", "[start]") else f" {word}") for word in words]
+
+
+def test_a_window_asks_for_the_last_words_of_its_sentences():
+    ids = ids_of(SENTENCES)
+    items = smollm2.make_items(ids, VOCABULARY)
+    assert [VOCABULARY[ids[word.start]] for word in items.words] == [
+        *(" owl", " bird", " fox", " hill", " owl")
+    ]
+    assert all(VOCABULARY[ids[word.end]] == "." for word in items.words)
+    # the fourth is the first with three words before it; "owl" is no candidate beside itself
+    shown = [[VOCABULARY[token] for token in item.tokens] for item in items.candidates]
+    assert shown == [[" hill", " owl", " bird", " fox"], [" owl", " bird", " fox", " hill"]]
+    assert [[VOCABULARY[token] for token in item.tokens] for item in items.agreement] == [
+        *([" was", " were"], [" are", " is"], [" is", " are"])
+    ]
+    assert all(ids[item.place] == item.tokens[0] for item in items.candidates + items.agreement)
+
+
+def test_a_word_of_several_tokens_is_right_if_each_is_the_likeliest():
+    texts = ["A", " c", "at", ".", " So"]
+    assert smollm2.find_last_words(texts) == [smollm2.Word(1, 3)]
+    ids = torch.arange(5)
+    items = smollm2.Items([smollm2.Word(1, 3)], [], [])
+    logits = torch.zeros(5, 5)
+    logits[0, 1] = logits[1, 2] = 1.0
+    assert smollm2.solve(logits, ids, items)["last word"] == [True]
+    logits[1, 4] = 2.0
+    assert smollm2.solve(logits, ids, items)["last word"] == [False]
+
+
+def test_words_of_two_letters_names_with_digits_and_abbreviations_ask_nothing():
+    for texts in (
+        ["It", " is", " so", ".", " We"],
+        ["The", " F", "16", ".", " We"],
+        ["At", " example", ".", "com", " now"],
+    ):
+        assert smollm2.find_last_words(texts) == []
+
+
+def test_the_tasks_are_those_of_a_pass_over_each_prefix():
+    """The oracle: what `torch.topk` and `log_softmax` say after each prefix alone."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(len(VOCABULARY), 8), torch.nn.Linear(8, 40))
+    ids = torch.tensor(ids_of(SENTENCES))
+    items = smollm2.make_items(ids.tolist(), VOCABULARY)
+    found = smollm2.solve(model(ids), ids, items)
+
+    def likelihoods(place):
+        return model(ids[:place])[-1].log_softmax(-1)
+
+    first = [likelihoods(word.start).topk(1).indices.item() for word in items.words]
+    assert found["last word"] == [
+        n == ids[w.start] for n, w in zip(first, items.words, strict=True)
+    ]
+    for task in ("candidates", "agreement"):
+        wanted = []
+        for item in getattr(items, task):
+            right, *others = likelihoods(item.place)[item.tokens].tolist()
+            wanted.append(all(right > other for other in others))
+        assert found[task] == wanted
+
+
+def test_dense_is_measured_as_a_pass_in_float32_but_for_the_rounding_of_bfloat16():
     data, held = smollm2.prepare(tuple(smoke(smollm2).items()))
-    for prompt, pieces in zip(held.prompts, held.pieces, strict=True):
-        found = smollm2.choose(data.model, prompt, pieces)
-        for ok, start, four in zip(found, prompt, pieces, strict=True):
-            losses = []
-            for piece in four:
-                ids = torch.cat([start, piece])[None]
-                with torch.no_grad():
-                    logits = data.model(input_ids=ids).logits[0, len(start) - 1 : -1]
-                losses.append(F.cross_entropy(logits, piece).item())
-            assert ok == (min(losses) == losses[0])
+    row = smollm2.measure(data.model, held, {})
+    assert row["kl"] == pytest.approx(0, abs=1e-6)
+    for name, windows in held.windows.items():
+        with torch.no_grad():
+            nats = [
+                data.model(input_ids=ids[None], labels=ids[None]).loss.item() for ids in windows
+            ]
+        assert row[f"nats_{name}"] == pytest.approx(nats, rel=2e-3)
+        perplexity = math.exp(sum(nats) / len(nats))
+        assert row[f"perplexity_{name}"] == pytest.approx(perplexity, rel=1e-2)
+
+
+def test_the_ranks_of_low_rank_serve_svd_llm():
+    sizes = smoke(smollm2)
+    data, _ = smollm2.prepare(tuple(sizes.items()))
+    compressed, row = methods.compress(data, "low-rank", 0.8, "calibrated", refine=0, heal={})
+    model, other = smollm2.truncate_as_low_rank(data, 0.8)
+    assert row["params"] == other["params"]
+    for name, module in compressed.named_modules():
+        if name.endswith("_proj"):
+            pair = model.get_submodule(name)
+            if isinstance(module, torch.nn.Linear):
+                assert torch.equal(pair.weight, module.weight)
+            else:
+                assert pair.v.shape[0] == module.cores[0].shape[1]
 
 
 def test_divergence_and_excess_are_those_of_their_definitions():
     p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
     assert smollm2.divergence(p.log() + 3, q.log()) == pytest.approx(0.25 * math.log(2))
-    dense, reference, row = ({"nats": [math.log(each)] * 4} for each in (10, 30, 15))
+    dense, reference, row = ({"nats_c4": [math.log(each)] * 4} for each in (10, 30, 15))
     assert smollm2.compare(row, reference, dense)["value"] == pytest.approx(0.25)
 
 
@@ -224,18 +307,21 @@ def test_what_is_kept_of_an_encoder_says_what_is_done_with_it():
     assert ways("dense", 0.5) == ways("BTT", 1.0) == ways("SVD", 1.0) == []
 
 
-def test_intervals_stand_beside_perplexity_and_task():
-    dense = {"nats": [1.0, 2.0, 3.0]}
-    row = {"nats": [1.5, 2.5, 3.5], "perplexity": 12.0, "choice": 0.5, "right": "01" * 50}
-    assert smollm2.perplexity_of(row, dense) == "12.0 ± 0 %"  # each window lost as much
+def test_intervals_stand_beside_perplexity_and_standard_errors_beside_tasks():
+    dense = {"nats_c4": [1.0, 2.0, 3.0]}
+    row = {"nats_c4": [1.5, 2.5, 3.5], "perplexity_c4": 12.0}
+    assert smollm2.perplexity_of(row, dense, "c4") == "12.0 ± 0 %"  # each window lost as much
     reach = 4.302653 * 0.1 / math.sqrt(3)  # of Student's t with 2 degrees of freedom
-    row["nats"] = [1.4, 2.5, 3.6]
-    assert smollm2.perplexity_of(row, dense) == f"12.0 ± {100 * math.expm1(reach):.0f} %"
-    assert smollm2.perplexity_of(row | {"nats": dense["nats"]}, dense) == "12.0"
-    assert smollm2.task_of(row) == "50 ± 10"
+    row["nats_c4"] = [1.4, 2.5, 3.6]
+    assert smollm2.perplexity_of(row, dense, "c4") == f"12.0 ± {100 * math.expm1(reach):.0f} %"
+    assert smollm2.perplexity_of(row | dense, dense, "c4") == "12.0"
+    answers = [0.0] * 30 + [1.0] * 10
+    error = torch.tensor(answers).std() / math.sqrt(40)  # of the mean
+    assert smollm2.accuracy_of("0" * 30 + "1" * 10) == f"25.0 ± {100 * error:.1f}"
 
 
-def test_the_table_of_the_language_model_shows_no_speeds_of_mixed_machines():
-    shown = smollm2.markdown(record.read("smollm2")).splitlines()
-    assert shown[0] == "|  | keep 0.9 | keep 0.8 | keep 0.6 | KL | task, % | MB |"
-    assert not any("x" in line.replace("exllama", "") for line in shown)
+def test_a_row_that_is_missing_is_said_to_be():
+    result = {"rows": [], "setting": {}}
+    shown = smollm2.markdown(result, 0.8).splitlines()
+    assert len(shown) == 2 + 15
+    assert all("not measured" in line for line in shown[2:])

@@ -154,3 +154,43 @@ def test_layers_get_the_ranks_that_are_given_and_the_others_stay_dense():
     assert torch.equal(model.encoder[0].weight, weight)
     assert model.encoder[2].v.shape == (3, 20)
     assert counts["params"] == 240 + 3 * 32
+
+
+def test_a_layer_that_only_zeros_reach_is_cut_as_by_its_weight_alone():
+    torch.testing.assert_close(peers.take_root(torch.zeros(3, 3)), torch.eye(3).double())
+    model = Encoder()
+    weight = model.encoder[0].weight.detach().clone()
+    data = [{"x": torch.zeros(1, 4, 12), "attention_mask": torch.ones(1, 4, dtype=torch.int)}]
+    apply("SVD-LLM", model, 0.5, data)
+    pair = model.encoder[0]
+    lost = torch.linalg.svdvals(weight)[pair.v.shape[0] :].norm()
+    torch.testing.assert_close((weight - pair.u @ pair.v).norm(), lost)
+
+
+def test_inputs_that_are_not_finite_have_no_root():
+    with pytest.raises(ValueError, match="the gram matrix is not finite"):
+        peers.take_root(torch.full((2, 2), torch.nan))
+
+
+def test_asvds_search_cuts_the_least_sensitive_layer_and_share_first():
+    weight = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
+    assert peers.measure_stable_rank(weight) == pytest.approx(14 / 9)
+    pairs = {("a", 0.5): -2.0, ("a", 0.9): -3.0, ("b", 0.5): -1.0, ("b", 0.9): -1.5}
+    assert peers.choose_shares(pairs, {"a": 10, "b": 30}, 0.95) == {"a": 0.5}
+    assert peers.choose_shares(pairs, {"a": 10, "b": 30}, 0.85) == {"a": 0.5, "b": 0.9}
+    assert peers.choose_shares(pairs, {"a": 10, "b": 30}, 0.5) == {"a": 0.5, "b": 0.5}
+
+
+def test_asvd_with_its_search_is_the_best_of_its_ranks_in_its_norm():
+    torch.manual_seed(0)
+    model, x = Encoder(), real_tokens()
+    right = x.abs().mean(0).sqrt().diag()
+    weight = model.encoder[0].weight.detach().double()
+    layers = peers.layers_of(model, "encoder.")
+    seen = peers.Seen(model, layers, batches(), loss)
+    counts = peers.asvd_searched(model, layers, 0.5, seen)
+    pair = model.encoder[0]
+    assert counts["params"] <= 0.5 * 480
+    lost = ((weight - pair.u.double() @ pair.v.double()) @ right).norm()
+    values = torch.linalg.svdvals(weight @ right)
+    torch.testing.assert_close(lost, values[pair.v.shape[0] :].norm(), rtol=1e-3, atol=0)

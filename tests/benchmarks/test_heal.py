@@ -167,7 +167,8 @@ def test_healing_lowers_the_divergence(dense_and_text):
 
 def test_no_token_that_heals_or_calibrates_is_held_out():
     ids = torch.arange(10_000)
-    text = heal.cut_text({"wiki": ids, "c4": ids + 10_000}, RECIPE)
+    texts = {"known": ids, "wiki": ids + 10_000, "c4": ids + 20_000}
+    text = heal.cut_text(texts, RECIPE)
     used = {*text.windows.flatten().tolist(), *torch.cat(text.calibration).flatten().tolist()}
     judged = torch.cat([*text.held_out.values()]).flatten().tolist()
     assert not used & {*judged}
