@@ -13,7 +13,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 PAPERS = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "LICENSE")
 OUTSIDE = {"README.md": "index.md"} | {name: name for name in PAPERS}
-CODE = {"structlin/modular": "reference/modular.md"}  # a link to code, on the site
+SITE = OUTSIDE | {"structlin/modular": "reference/modular.md"}  # where a link leads on the site
 NOTEBOOKS = "examples/notebooks/"  # a link of docs/ leads there
 
 
@@ -33,7 +33,8 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         target = match[1].removeprefix("docs/" if page.file.src_uri == "index.md" else "")
         target = target.removeprefix("../") if target.startswith(up) else target
         target = target.replace(NOTEBOOKS, "notebooks/")
-        return f"]({CODE.get(target, target)})"
+        path, mark, heading = target.partition("#")
+        return f"]({SITE.get(path, path)}{mark}{heading})"
 
     markdown = re.sub(r"^```python\n(?=>>> )", "```pycon\n", markdown, flags=re.MULTILINE)
     return re.sub(r"\]\((?!https://)([^)\s]+)\)", turn, markdown)
