@@ -265,9 +265,9 @@ struct SoapBlocks {
 // The numbers of float32 blocks (batch, rows, columns), in their order; null where there is no tensor
 inline float* blocks_of(const std::optional<Tensor>& tensor, Index batch, Index rows, Index columns) {
   if (!tensor) return nullptr;
-  STD_TORCH_CHECK(
-      tensor->scalar_type() == ScalarType::Float && tensor->is_contiguous() && sizes_of(*tensor) == Indices({batch, rows, columns}),
-      "structlin: SOAP takes contiguous float32 blocks of one shape");
+  const bool fits = tensor->scalar_type() == ScalarType::Float && tensor->is_contiguous() &&
+                    sizes_of(*tensor) == Indices({batch, rows, columns});
+  STD_TORCH_CHECK(fits, "structlin: SOAP takes contiguous float32 blocks of one shape");
   return static_cast<float*>(tensor->mutable_data_ptr());
 }
 
