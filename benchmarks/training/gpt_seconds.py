@@ -12,9 +12,10 @@ attention count. All linear layers of its blocks are structured, with SiLU betwe
 MLPs; `SETUPS` says how a model starts. muP takes AdamW's rates from dense width 256 to the others.
 
 Each optimizer, kind and data has its own rates: "lr" of hidden matrices and "other_lr" of
-everything else. AdamW has lr alone. "Muon everywhere" and "SOAP everywhere" dualize embeddings and
-head too, and keep the first other_lr. Rates are tuned by factors of 2 on seed 0 until the best has
-all its neighbours: both at width 256, from there lr at the others. The seeds run at the best.
+everything else. AdamW has lr alone. "Muon everywhere" and "SOAP everywhere" step embeddings and
+head as hidden matrices, and keep the first other_lr. Rates are tuned by factors of 2 on seed 0
+until the best has all its neighbours: both at width 256, from there lr at the others. The seeds run
+at the best.
 
 A run's seconds are its steps times the median time of one, over five that follow each other, so
 that each holds SOAP's work on its bases once. All models of a setup take turns, on as many threads
@@ -48,7 +49,7 @@ from structlin import BTT, Dense
 
 VOCABULARY = 2048
 START = {"lr": 2**-9, "other_lr": 2**-7}  # where the search begins
-EVERYWHERE = " everywhere"  # embeddings and head are dualized as well
+EVERYWHERE = " everywhere"  # embeddings and head step as hidden matrices do
 DUAL_LR = 2**-6  # where the search for lr begins with Muon and SOAP
 WARM_UP = 100  # steps, a fifth of a run at most
 MOMENTUM = 0.9  # of Muon and SOAP, for runs as short as these

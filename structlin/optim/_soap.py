@@ -6,14 +6,14 @@ take little memory and time; those of a dense layer of width d take d^3.
 """
 
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from math import ceil, log2, sqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, geqrf, nn
 from torch.linalg import householder_product  # the Q of a QR, without R
 
+from .._engine.cpu import soap
 from .._model.parameters import Weight
 from .._projection.matrices import limit_threads
 from .._structure.arguments import checked
@@ -34,10 +34,15 @@ WINDOW = 50
 SMALL = 40  # a root of V counts as at least 2^-SMALL of the momentum, whose quotient is then finite
 FORGOTTEN = 10  # the old V counts as at least 4^-FORGOTTEN of itself, so that no unit loses it
 SMALL_SIDE = 256  # of a basis, up to which one thread finds it sooner than several do together
-CHUNK = 16  # blocks that a thread turns at a time: they stay in its cache
-WORK_OF_A_THREAD = 2**22  # cubes of sides that are worth a thread, about a millisecond
 _SIDES = ("left", "right")
 _NONE = torch.empty(0, 0)
+
+
+class Scales(NamedTuple):
+    """The lengths of a direction `(m, n)`."""
+
+    length: float  #: by which a direction of N / sqrt(V) is divided, V without bias correction
+    longest: float  #: that a direction may have, in its Frobenius norm
 
 
 class Eigenbases(Direction):
@@ -57,7 +62,7 @@ class Eigenbases(Direction):
         self.beta: float = self.options["shampoo_beta"]
         self.dtype = blocks.gradient().dtype
         self.gradient = promote(blocks.gradient())  # (blocks, m, n), as all that follow
-        self.update = promote(self._read_update())
+        self.by_engine = False  # whether this step is the compiled engine's
         self.rescale: Tensor | None = None  # 2^(old exponent - exponent), (blocks, 1, 1)
 
     @classmethod
@@ -83,8 +88,9 @@ class Eigenbases(Direction):
         g = self.gradient
         squares = torch.zeros_like(g, memory_format=torch.contiguous_format)
         exponent = torch.zeros(len(g), 1, 1, dtype=torch.int32, device=g.device)
-        if not _all_fit_unit_1(g, self.update, squares, exponent):
-            exponent = _choose_exponent(g, self.update, squares, exponent, self.beta)
+        update = promote(self._read_update())
+        if not _all_fit_unit_1(g, update, squares, exponent):
+            exponent = _choose_exponent(g, update, squares, exponent, self.beta)
             g = g * _power_of_two(-exponent, g)
         state = {"exp_avg_sq": squares, "exponent": exponent}
         for side, size in zip(_SIDES, g.shape[-2:], strict=True):
@@ -99,11 +105,16 @@ class Eigenbases(Direction):
         if "exponent" not in state:  # an older version saved the state
             zeros = torch.zeros(len(self.gradient), 1, 1, dtype=torch.int32)
             state["exponent"] = zeros.to(self.gradient.device)
-        update = self.update
-        del self.update  # its memory is the direction's
         squares = state["exp_avg_sq"]
         old_exponent = state["exponent"]
+        self.by_engine = soap.takes([self.blocks.gradient(), squares])
+        if self.by_engine and not old_exponent.any():
+            found = self._find_by_engine(squares)
+            if found.fits:
+                return found.directions
+        update = promote(self._read_update())
         self.exponent = old_exponent
+        unit: Tensor | None = None
         if not _all_fit_unit_1(self.gradient, update, squares, old_exponent):
             self.exponent = _choose_exponent(
                 self.gradient, update, squares, old_exponent, self.beta
@@ -113,6 +124,8 @@ class Eigenbases(Direction):
             self.gradient = self.gradient * unit
             update = update * unit
             squares = squares * self.rescale * self.rescale
+        if self.by_engine:
+            return self._find_by_engine(squares, unit).directions
         left = state.get("left_basis", _NONE)
         right = state.get("right_basis", _NONE)
         # Memory that is new to the process costs more than the arithmetic: two tensors take turns.
@@ -123,18 +136,46 @@ class Eigenbases(Direction):
         weights = 1 - self.beta**self.blocks.count
         return _precondition(update, self.squares, left, right, weights, buffer).to(self.dtype)
 
+    def _find_by_engine(self, squares: Tensor, unit: Tensor | None = None) -> soap.Found:
+        """The directions of small float32 blocks on a CPU, and the next V.
+
+        Args:
+            squares: V, in the unit of this step.
+            unit: 2^-exponent, by which the momentum is multiplied; None: 1.
+        """
+        average = self.blocks.average().contiguous()
+        if unit is not None:
+            average = average * unit
+        length, longest = _find_scales(average, 1 - self.beta**self.blocks.count)
+        found = soap.Found(
+            *soap.find(
+                self.gradient, average, squares,
+                self.state.get("left_basis"), self.state.get("right_basis"),
+                1 - self.options["momentum"] ** 2, self.beta, length, longest,
+            )
+        )  # fmt: skip
+        self.squares = found.squares
+        return found
+
     def keep(self) -> None:
         state = self.state
-        state["exp_avg_sq"].copy_(self.squares)
+        turns = self.blocks.count % self.options["precondition_frequency"] == 0
+        sides = [side for side in _SIDES if side in state]
         if self.rescale is not None:
             state["exponent"].copy_(self.exponent)
-        for side in _SIDES:
-            if side not in state:
-                continue
-            if self.rescale is not None:
+            for side in sides:
                 state[side].mul_(self.rescale).mul_(self.rescale)
+        if self.by_engine:
+            soap.keep(
+                self.gradient, self.squares, state["exp_avg_sq"],
+                state.get("left"), state.get("left_basis"),
+                state.get("right"), state.get("right_basis"), self.beta, turns,
+            )  # fmt: skip
+            return
+        state["exp_avg_sq"].copy_(self.squares)
+        for side in sides:
             _average(state[side], self.gradient, side, self.beta)
-            if self.blocks.count % self.options["precondition_frequency"] == 0:
+            if turns:
                 _turn(state, side)
 
 
@@ -227,7 +268,7 @@ def _precondition(
         weights: the sum of the weights of V.
         buffer: as large as u; its memory is used.
     """
-    length = ADAM_RMS * sqrt(max(u.shape[-2:])) / sqrt(weights)
+    length, longest = _find_scales(u, weights)
     # N = Q_L^T U Q_R, and the root of V with the scale of the direction, (blocks, m, n)
     n, buffer = _rotate(u, left, right, buffer)
     root = torch.sqrt(squares, out=buffer).mul_(length)
@@ -236,9 +277,14 @@ def _precondition(
     floor = floor.maximum(2.0**-SMALL * _largest_entries(n))
     root.clamp_min_(floor.clamp_(min=torch.finfo(root.dtype).tiny))
     d, _ = _rotate(n.div_(root), left.mT, right.mT, root)
-    longest = sqrt(min(d.shape[-2:])) / ADAM_RMS
     norm = torch.linalg.matrix_norm(d, keepdim=True)  # Frobenius, (blocks, 1, 1)
     return d.mul_((longest / norm).clamp_(max=1))
+
+
+def _find_scales(blocks: Tensor, weights: float) -> Scales:
+    """Those of blocks `(..., m, n)`; `weights` is the sum of the weights of V."""
+    m, n = blocks.shape[-2:]
+    return Scales(ADAM_RMS * sqrt(max(m, n)) / sqrt(weights), sqrt(min(m, n)) / ADAM_RMS)
 
 
 def _largest_entries(x: Tensor) -> Tensor:
@@ -333,32 +379,15 @@ def _turn(state: dict[str, Tensor], side: str) -> None:
     """The next basis of a side, and V in it, in place.
 
     LAPACK takes blocks one by one, and several threads on a small block wait for one another, three
-    times as long as one works. So each thread takes some of the blocks, a few at a time. Every
-    block has the same bits on any number of threads.
+    times as long as one works. So one thread takes them all.
     """
     factors = state[side]
     bases = state[f"{side}_basis"]
     # V (blocks, m, n) is in the bases, so its rows are sorted as Q_L's columns are; for Q_R columns
     squares = state["exp_avg_sq"] if side == "left" else state["exp_avg_sq"].mT
-    size = factors.shape[-1]
-    if torch.compiler.is_compiling() or not factors.is_cpu or size > SMALL_SIDE:
+    is_small = factors.is_cpu and factors.shape[-1] <= SMALL_SIDE
+    with limit_threads(1, is_small and not torch.compiler.is_compiling()):
         _iterate(factors, bases, squares)
-        return
-
-    tensors = (factors, bases, squares)
-    chunks = [*zip(*(torch.split(tensor, CHUNK) for tensor in tensors), strict=True)]
-    worth = factors.numel() * size // WORK_OF_A_THREAD
-    threads = max(1, min(torch.get_num_threads(), len(chunks), worth))
-
-    def turn_chunks(thread: int) -> None:
-        for chunk in chunks[thread::threads]:
-            _iterate(*chunk)
-
-    with limit_threads(1), ThreadPoolExecutor(threads) as pool:
-        turns = [pool.submit(turn_chunks, thread) for thread in range(1, threads)]
-        turn_chunks(0)
-        for turn in turns:
-            turn.result()
 
 
 def _iterate(factors: Tensor, bases: Tensor, squares: Tensor) -> None:

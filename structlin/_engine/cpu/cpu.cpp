@@ -13,12 +13,14 @@
 // pairs, or has a matrix unit (amx.h). A core is stored (batch, fan_out, fan_in). Sums are in float32, for float64 in
 // float64. Every part of the tokens is summed by itself and the parts are summed in their order: the same call on as
 // many threads gives the same bits. Only x is saved. A core under weight normalisation is multiplied by factor = gain *
-// min(1, sigma / RMS(core)), which is never stored. An optimizer's polar factors of cores are in polar.h.
+// min(1, sigma / RMS(core)), which is never stored. An optimizer's polar factors of cores are in polar.h,
+// SOAP's step of them in soap.h.
 
 #include <numeric>
 
 #include "gemv.h"
 #include "polar.h"
+#include "soap.h"
 #include "tiles.h"
 
 namespace {
@@ -299,7 +301,7 @@ std::tuple<int64_t, int64_t, int64_t> describe_machine(const Tensor&) { return {
 
 }  // namespace
 
-// Their schemas are in operators.py, polar.py and library.py
+// Their schemas are in operators.py, polar.py, soap.py and library.py
 STABLE_TORCH_LIBRARY_IMPL(structlin, CPU, library) {
   library.impl("multiply", TORCH_BOX(&multiply));
   library.impl("layer", TORCH_BOX(&multiply));
@@ -308,4 +310,6 @@ STABLE_TORCH_LIBRARY_IMPL(structlin, CPU, library) {
   library.impl("choose", TORCH_BOX(&choose_path));
   library.impl("machine", TORCH_BOX(&describe_machine));
   library.impl("polar", TORCH_BOX(&polar));
+  library.impl("soap_find", TORCH_BOX(&soap_find));
+  library.impl("soap_keep", TORCH_BOX(&soap_keep));
 }
