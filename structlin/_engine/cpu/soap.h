@@ -19,8 +19,8 @@ namespace {
 
 using Floats = Vector<float>;
 
-constexpr float LARGEST = 0x1p50f;            // of a block's numbers: float32 holds their squares (WINDOW of _soap.py)
-constexpr float SMALLEST_ROOT = 1e-4f;        // a root of V counts as at least so much of the largest (FLOOR)
+constexpr float LARGEST = 0x1p50f;             // of a block's numbers: float32 holds their squares (WINDOW of _soap.py)
+constexpr float SMALLEST_ROOT = 1e-4f;         // a root of V counts as at least so much of the largest (FLOOR)
 constexpr float SMALLEST_QUOTIENT = 0x1p-40f;  // and as so much of the momentum's largest entry (SMALL)
 
 inline Floats larger(const Floats& a, const Floats& b) { return b > a ? b : a; }  // NaN where a is
@@ -47,7 +47,8 @@ inline Floats roots_of(const Floats& v) {
 inline const float* pad(const float* x, Index rows, Index columns, Index width, float* memory) {
   if (columns == width) return x;
   for (Index i = 0; i < rows; i++)
-    for (Index j = 0; j < width; j += LANES<float>) store(memory + i * width + j, load(x + i * columns + j, columns - j));
+    for (Index j = 0; j < width; j += LANES<float>)
+      store(memory + i * width + j, load(x + i * columns + j, columns - j));
   return memory;
 }
 
