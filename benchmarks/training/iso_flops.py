@@ -45,7 +45,8 @@ from structlin.optim._soap import Eigenbases
 
 BATCH_TOKENS = 512
 WIDTHS = [32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768]
-LARGEST_TUNED = 5e12  # FLOPs up to which rates are searched
+LARGEST_OF_ALL_KINDS = 5e12  # FLOPs; beyond them dense and the best structured kind are run
+LARGEST_TUNED = 2e13  # FLOPs up to which rates are searched
 SECONDS_BETWEEN_CHECKPOINTS = 120.0
 VALIDATION_WINDOWS = 512
 TEST_WINDOWS = 2048
@@ -344,7 +345,7 @@ def is_planned(cell: Row) -> bool:
         return characters and cell["kind"] in best_kinds and cell["budget"] in (1e12, 5e12)
     if cell["budget"] > 2e13:
         return characters and cell["kind"] in best_kinds and cell["optimizer"] != "Muon"
-    if cell["budget"] > LARGEST_TUNED:
+    if cell["budget"] > LARGEST_OF_ALL_KINDS:
         return cell["kind"] in best_kinds
     return cell["kind"] not in MIXED or (characters and cell["optimizer"] == "AdamW")
 
