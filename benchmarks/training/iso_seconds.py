@@ -20,10 +20,10 @@ import torch
 
 from benchmarks.harness import figures, record, report, training
 from benchmarks.harness.experiment import Experiment, Row
-from benchmarks.harness.statistics import select
+from benchmarks.harness.statistics import select, values
 from benchmarks.harness.timing import interleaved, ratio, wall
 from benchmarks.training import gpt_seconds, iso_flops
-from benchmarks.training.iso_report import CELL, in_words, kind_of, span
+from benchmarks.training.iso_report import CELL, in_words, kind_of, name_flops, span
 
 PERIOD = 5  # steps that are timed together: each holds SOAP's work on its bases once
 TINY_RATES = {"lr": 1e-6, "other_lr": 1e-6}
@@ -80,17 +80,28 @@ def compare(rows: Sequence[Row]) -> list[Row]:
         place = {"setup": row["setup"], "optimizer": row["optimizer"]}
         dense = select(rows, kind="dense", **place)
         same_budget = select(dense, budget=row["budget"])
-        seeds = min(len(other["losses"]) for other in [row, *dense])
         if not same_budget or len(dense) < 2:
             continue
-        limited = row | {"losses": row["losses"][:seeds]}
-        ratios = gpt_seconds.over_front(limited, row["seconds"], dense)
         found: Row = place | {"kind": row["kind"], "budget": row["budget"]}
         found["seconds over dense"] = row["seconds"] / same_budget[0]["seconds"]
-        if None not in ratios:
-            found["above"] = [100 * (loss - 1) for loss in ratios if loss is not None]
+        above = find_above(row, dense)
+        if above:
+            found["above"] = above
         compared.append(found)
-    return compared
+    return sorted(compared, key=lambda row: row["budget"])
+
+
+def find_above(row: Row, dense: Sequence[Row]) -> list[float]:
+    """Percent above dense's front at the same seconds, of the first seeds: as many as that front
+    has there. Empty where it has none."""
+    for seeds in range(len(row["losses"]), 0, -1):
+        front = [other for other in dense if len(other["losses"]) >= seeds]
+        limited = row | {"losses": row["losses"][:seeds]}
+        if len(front) > 1:
+            over_dense = gpt_seconds.over_front(limited, row["seconds"], front)
+            if None not in over_dense:
+                return [100 * (ratio - 1) for ratio in over_dense if ratio is not None]
+    return []
 
 
 def fronts(result: Row) -> str:
@@ -99,33 +110,47 @@ def fronts(result: Row) -> str:
     for row in result["rows"]:
         line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
         text = f"{fmean(row['losses']):.3f} in {row['seconds']:.0f} s"
-        cells[line, f"{row['budget']:.1e}"] = text
-    return report.pivot(cells)
+        cells[line, name_flops(row["budget"])] = text
+    return report.pivot(cells, list_budgets(result))
 
 
-def distances(result: Row) -> str:
-    """A table: seconds over dense's at equal FLOPs, and percent above dense's at equal seconds."""
+def ratios(result: Row) -> str:
+    """A table: seconds over dense's at equal FLOPs."""
     cells = {}
     for row in compare(result["rows"]):
         line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
-        budget = f"{row['budget']:.1e}"
-        cells[line, f"{budget}: seconds over dense"] = f"{row['seconds over dense']:.2f}"
+        cells[line, name_flops(row["budget"])] = f"{row['seconds over dense']:.2f}"
+    return report.pivot(cells, list_budgets(result))
+
+
+def distances(result: Row) -> str:
+    """A table: percent above dense's at equal seconds."""
+    cells = {}
+    for row in compare(result["rows"]):
+        line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
         if "above" in row:
-            cells[line, f"{budget}: % above dense of equal seconds"] = span(row["above"], "+.1f")
-    return report.pivot(cells)
+            cells[line, name_flops(row["budget"])] = span(row["above"], "+.1f")
+    return report.pivot(cells, list_budgets(result))
+
+
+def list_budgets(result: Row) -> list[str]:
+    """The columns of a table, the smallest budget first."""
+    return [name_flops(budget) for budget in sorted({*values(result["rows"], "budget")})]
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """For the pages: what BTT of rank 4 by AdamW takes and gains at the smallest budget."""
+    """For the pages: what BTT of rank 4 by AdamW takes and gains at each budget."""
     rows = select(compare(result["rows"]), optimizer="AdamW", kind="BTT r=4")
     times_as_long = [row["seconds over dense"] for row in rows]
-    at_equal_seconds = next(row["above"] for row in rows if "above" in row)
-    return {
+    texts = {
         "iso.seconds_least": f"{min(times_as_long):.1f}",
         "iso.seconds_most": f"{max(times_as_long):.1f}",
-        "iso.equal_seconds": in_words(at_equal_seconds),
         "iso.threads": str(result["rows"][0]["threads"]),
     }
+    for row in rows:
+        if "above" in row:
+            texts[f"iso.equal_seconds_{name_flops(row['budget'])}"] = in_words(row["above"])
+    return texts
 
 
 def draw(result: Row) -> figures.Figure:
@@ -150,8 +175,8 @@ EXPERIMENT = Experiment(
     workers=1,
     analyse=lambda rows: {},
     numbers=numbers,
-    tables={"iso seconds": distances},
-    show=lambda result: [fronts(result), distances(result)],
+    tables={"iso seconds": ratios, "iso equal seconds": distances},
+    show=lambda result: [fronts(result), ratios(result), distances(result)],
     draw=draw,
 )
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks.training import iso_flops, iso_report
+from benchmarks.training import iso_flops, iso_report, iso_seconds
 from benchmarks.training.mixtures import Mixture, balance_of
 from examples.moe import Mixture as MixtureOfModules
 from structlin import BTT, LowRank
@@ -126,3 +126,24 @@ def test_the_large_budgets_are_for_the_two_kinds_that_are_compared_there():
     assert iso_flops.is_planned(cell | {"budget": 8e13, "kind": "dense"})
     assert not iso_flops.is_planned(cell | {"budget": 8e13, "kind": "dense", "optimizer": "Muon"})
     assert not iso_flops.is_planned(cell | {"optimizer": "SOAP, then the polar factor"})
+
+
+def test_equal_seconds_use_as_many_seeds_as_denses_front_has_there():
+    place = {"setup": "Python", "optimizer": "AdamW"}
+
+    def row(kind, budget, seconds, *losses):
+        return place | {"kind": kind, "budget": budget, "seconds": seconds, "losses": losses}
+
+    dense = [
+        row("dense", 1e12, 10.0, 2.0, 2.2),
+        row("dense", 4e12, 40.0, 1.0, 1.1),
+        row("dense", 1.6e13, 160.0, 0.5),
+    ]
+    sooner = row("BTT r=4", 1e12, 20.0, 2**0.5, 2.2 / 2**0.5)
+    later = row("BTT r=4", 4e12, 80.0, 0.9, 0.9)
+    last = row("BTT r=4", 1.6e13, 320.0, 0.4)
+    found = iso_seconds.compare([*dense, sooner, later, last])
+    assert found[0]["above"] == pytest.approx([0, 0])
+    assert found[1]["above"] == pytest.approx([100 * (0.9 / 0.5**0.5 - 1)])
+    assert "above" not in found[2]
+    assert [each["seconds over dense"] for each in found] == [2, 2, 2]
