@@ -86,12 +86,12 @@ def fronts(result: Row) -> str:
             line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
             text = f"{fmean(losses):.3f} (width {row['width']})"
             cells[line, name_flops(row["budget"])] = text
-    return report.pivot(cells, list_budgets(result))
+    return report.pivot(cells, list_budgets(result["table"]))
 
 
-def list_budgets(result: Row) -> list[str]:
+def list_budgets(rows: Sequence[Row]) -> list[str]:
     """The columns of a table, the smallest budget first."""
-    return [name_flops(budget) for budget in sorted({*values(result["table"], "budget")})]
+    return [name_flops(budget) for budget in sorted({*values(rows, "budget")})]
 
 
 # ---- fronts, and how far they lie from dense's ---------------------------------------------------
@@ -181,7 +181,7 @@ def tabulate_seeds(result: Row, name: str, digits: str) -> str:
         line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
         if name in row:
             cells[line, name_flops(row["budget"])] = span(row[name], digits)
-    return report.pivot(cells, list_budgets(result))
+    return report.pivot(cells, list_budgets(result["table"]))
 
 
 # ---- fits ----------------------------------------------------------------------------------------

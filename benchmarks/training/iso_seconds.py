@@ -20,10 +20,17 @@ import torch
 
 from benchmarks.harness import figures, record, report, training
 from benchmarks.harness.experiment import Experiment, Row
-from benchmarks.harness.statistics import select, values
+from benchmarks.harness.statistics import select
 from benchmarks.harness.timing import interleaved, ratio, wall
 from benchmarks.training import gpt_seconds, iso_flops
-from benchmarks.training.iso_report import CELL, in_words, kind_of, name_flops, span
+from benchmarks.training.iso_report import (
+    CELL,
+    in_words,
+    kind_of,
+    list_budgets,
+    name_flops,
+    span,
+)
 
 PERIOD = 5  # steps that are timed together: each holds SOAP's work on its bases once
 TINY_RATES = {"lr": 1e-6, "other_lr": 1e-6}
@@ -92,8 +99,8 @@ def compare(rows: Sequence[Row]) -> list[Row]:
 
 
 def find_above(row: Row, dense: Sequence[Row]) -> list[float]:
-    """Percent above dense's front at the same seconds, of the first seeds: as many as that front
-    has there. Empty where it has none."""
+    """By how many percent each seed's loss lies above dense's front at the same seconds, for the
+    first seeds: as many as that front has there. Empty where it has none."""
     for seeds in range(len(row["losses"]), 0, -1):
         front = [other for other in dense if len(other["losses"]) >= seeds]
         limited = row | {"losses": row["losses"][:seeds]}
@@ -111,7 +118,7 @@ def fronts(result: Row) -> str:
         line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
         text = f"{fmean(row['losses']):.3f} in {row['seconds']:.0f} s"
         cells[line, name_flops(row["budget"])] = text
-    return report.pivot(cells, list_budgets(result))
+    return report.pivot(cells, list_budgets(result["rows"]))
 
 
 def ratios(result: Row) -> str:
@@ -120,7 +127,7 @@ def ratios(result: Row) -> str:
     for row in compare(result["rows"]):
         line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
         cells[line, name_flops(row["budget"])] = f"{row['seconds over dense']:.2f}"
-    return report.pivot(cells, list_budgets(result))
+    return report.pivot(cells, list_budgets(result["rows"]))
 
 
 def distances(result: Row) -> str:
@@ -130,12 +137,7 @@ def distances(result: Row) -> str:
         line = f"{row['setup']}, {row['optimizer']}, {row['kind']}"
         if "above" in row:
             cells[line, name_flops(row["budget"])] = span(row["above"], "+.1f")
-    return report.pivot(cells, list_budgets(result))
-
-
-def list_budgets(result: Row) -> list[str]:
-    """The columns of a table, the smallest budget first."""
-    return [name_flops(budget) for budget in sorted({*values(result["rows"], "budget")})]
+    return report.pivot(cells, list_budgets(result["rows"]))
 
 
 def numbers(result: Row) -> dict[str, str]:
