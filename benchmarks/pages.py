@@ -34,7 +34,7 @@ from benchmarks.papers import (
     md_width,
     mn_transfer,
 )
-from benchmarks.speed import layer, model, peers, products
+from benchmarks.speed import compressed, layer, model, peers, products
 from benchmarks.training import (
     gpt_seconds,
     iso_flops,
@@ -67,6 +67,7 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
     minilm.EXPERIMENT,
     layer.BENCH,
     model.BENCH,
+    compressed.BENCH,
     peers.BENCH,
     products.BENCH,
     *EXAMPLES,

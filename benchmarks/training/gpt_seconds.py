@@ -577,15 +577,12 @@ def best_of_both(result: Row) -> str:
     the width of the search."""
     at_width = select(result["table"], width=result["setting"]["tuned"])
     lines = []
-    for setup in values(at_width, "setup"):
-        rows = select(at_width, setup=setup)
-        ours = min(structured(rows), key=mean_loss)
-        dense = best_dense(rows, ours)
+    for ours, dense in best_pairs(at_width):
         above = 100 * (mean_loss(ours) / mean_loss(dense) - 1)
         above_by_seed = percents(over(ours["losses"], dense["losses"]))
         lines.append(
             [
-                setup,
+                ours["setup"],
                 f"{mean_loss(dense):.3f} ({name_of(dense)})",
                 f"{mean_loss(ours):.3f} ({name_of(ours)})",
                 f"{above:+.1f} % ({above_by_seed})",
@@ -596,12 +593,23 @@ def best_of_both(result: Row) -> str:
     return report.table(["", *titles], lines)
 
 
+def best_pairs(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """The best structured model of each setup, and the best dense one of its FLOPs."""
+    pairs = []
+    for setup in values(rows, "setup"):
+        of_setup = select(rows, setup=setup)
+        if structured(of_setup):
+            ours = min(structured(of_setup), key=mean_loss)
+            pairs.append((ours, best_dense(of_setup, ours)))
+    return pairs
+
+
 def adamw_of_both(result: Row) -> str:
     """A table of docs/gpts.md: a structured model beside dense, both by AdamW."""
     rows = select(result["table"], optimizer="AdamW")
     lines = []
     for ours in structured(rows):
-        (dense,) = select(rows, setup=ours["setup"], width=ours["width"], kind="dense")
+        dense = by_adamw(rows, ours)
         rates = dict.fromkeys(report.rate(row["lr"]) for row in (dense, ours))
         lines.append(
             [
@@ -674,10 +682,17 @@ def numbers(result: Row) -> dict[str, str]:
         texts["gpts.characters_own_narrow"] = percents(row["over dense"].get("SOAP"))
 
     lower_by_adamw = []
+    seconds_by_adamw = []
     for row in filter(is_structured_by_adamw, table):
         lower_by_adamw += [100 * (1 - ratio) for ratio in row["over dense"]["AdamW"]]
+        seconds_by_adamw.append(row["seconds"] / by_adamw(table, row)["seconds"])
     if lower_by_adamw:
         texts["gpts.adamw_lower"] = span(lower_by_adamw, ".1f")
+        texts["gpts.adamw_seconds"] = span(seconds_by_adamw, ".1f")
+    at_width = [row for row in table if row["width"] == tuned_width]
+    shares = [100 * ours["seconds"] / dense["seconds"] for ours, dense in best_pairs(at_width)]
+    if shares:
+        texts["gpts.best_seconds"] = span(shares, ".0f")
     texts["gpts.rate_moves"] = f"{2 ** rate_moves(result):.0f}"
 
     shared = {"setup": "Python", "kind": "BTT r=4", "width": tuned_width}
@@ -702,6 +717,13 @@ def numbers_against_dense(prefix: str, row: Row, suffix: str) -> dict[str, str]:
 
 def is_structured_by_adamw(row: Row) -> bool:
     return row["kind"] != "dense" and "AdamW" in row["over dense"] and row["optimizer"] == "AdamW"
+
+
+def by_adamw(table: Sequence[Row], row: Row) -> Row:
+    """The dense model of a row's FLOPs and data by AdamW."""
+    where = {"setup": row["setup"], "width": row["width"]}
+    (dense,) = select(table, **where, kind="dense", optimizer="AdamW")
+    return dense
 
 
 def judge_fixed_tokens(result: Row) -> tuple[Holds, str]:
