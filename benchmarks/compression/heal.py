@@ -209,7 +209,7 @@ class Healing:
         vocabulary` bytes.
 
         Raises:
-            FloatingPointError: the loss is not finite; nothing is changed.
+            FloatingPointError: the loss or its gradients are not finite; nothing is changed.
         """
         start = time.perf_counter()
         rows = take_batch(windows, self.recipe.batch, self.step).split(1)
@@ -223,10 +223,15 @@ class Healing:
             loss = find_divergence(s, t, self.recipe.temperature) / len(rows)
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
-        if not math.isfinite(total):
-            raise FloatingPointError(
-                f"the loss of step {self.step + 1} is {total}: lr={self.recipe.lr:g} is too large"
-            )
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients).item()
+        for what, number in (("loss", total), ("norm of the gradients", norm)):
+            if not math.isfinite(number):
+                self.optimizer.zero_grad()
+                raise FloatingPointError(
+                    f"the {what} of step {self.step + 1} is {number}: lr={self.recipe.lr:g} is too "
+                    "large, or the outputs on this batch are not finite"
+                )
         self.optimizer.step()
         self.schedule.step()
         self.step += 1
@@ -269,6 +274,13 @@ class Healing:
         trained = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         if {*trained} != {*state["parameters"]}:
             raise ValueError("the state is of another model: its parameters have other names")
+        for name, parameter in trained.items():
+            shape = tuple(state["parameters"][name].shape)
+            if shape != tuple(parameter.shape):
+                raise ValueError(
+                    f"the state is of another model: {name!r} has the shape {shape} in it, and "
+                    f"{tuple(parameter.shape)} in the model"
+                )
         with torch.no_grad():
             for name, parameter in trained.items():
                 parameter.copy_(state["parameters"][name])

@@ -55,8 +55,11 @@ def save_json(path: Path, **content: Any) -> None:
     """Write `environment()` and `content` to `path`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_suffix(".part")
-    unfinished.write_text(to_text({"environment": environment(), **content}) + "\n")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(to_text({"environment": environment(), **content}) + "\n")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def to_text(content: Any) -> str:

@@ -13,9 +13,10 @@ from typing import Annotated, Any
 from torch import nn
 
 from .._convert.plan import Plan, Projection, Refined, check_values, project_by_weight, warn_of
-from .._model.decide import Decision, Spec, decide, list_targets, require_matrices
+from .._model.decide import Decision, Spec, Target, decide, list_targets, require_matrices
+from .._model.linears import Layer
 from .._model.select import Patterns
-from .._structure.arguments import MAX_STEPS, CheckedBy, Range, checked, require_choice
+from .._structure.arguments import MAX_STEPS, CheckedBy, Range, checked, require_choice, warn
 from .experts import (
     drop_unreached,
     fold,
@@ -131,7 +132,8 @@ def compress(
 
     Warns:
         UserWarning: what `convert` warns of; layers that no input reached, one and the same alone,
-            or few; layers that are projected for the dense model's inputs.
+            or few; layers that are projected for the dense model's inputs; layers that get the
+            smallest sizes, as no gradient reached them.
 
     >>> import torch
     >>> from structlin import BTT, summary
@@ -228,6 +230,8 @@ class Measured:
             layers, blocks = project_in_order(self.replay, alone, self.outputs, refine, progress)
             layers = fold(targets, layers, by_data=True)
             warn_of_rare_experts(targets, layers)
+            if share.keep is not None:
+                _warn_of_no_gradients(targets, layers, self.outputs)
         elif not all(target.layer.matrix.is_meta for target in targets):
             layers = {target.layer.name: project_by_weight(*target) for target in alone}
             layers = fold(targets, layers, by_data=False)
@@ -255,6 +259,8 @@ def measure(
     layers = [decision.layer for decision in decisions if decision.structure is not None]
     if batches is not None or not all(layer.matrix.is_meta for layer in layers):
         check_values(layers)
+    if batches is not None:
+        _check_biases(layers)
     replay = None
     outputs: Weights = {}
     offers = list_offers(decisions, share)
@@ -270,6 +276,32 @@ def measure(
     curves = measure_curves(replay, alone, outputs, loss, progress)
     curves = join_curves(offers, curves, by_harm=bool(outputs))
     return Measured(model, decisions, curves, selection["untie"], replay, outputs)
+
+
+def _check_biases(layers: Iterable[Layer]) -> None:
+    """Raises: ValueError: a bias is not finite, and cannot carry a change of the mean."""
+    for layer in layers:
+        bias = layer.module._parameters.get("bias")
+        if bias is not None and not bias.isfinite().all():
+            raise ValueError(f"the bias of layer {layer.name!r} is not finite")
+
+
+def _warn_of_no_gradients(
+    targets: Iterable[Target], projections: Mapping[str, Projection], outputs: Weights
+) -> None:
+    """Warn of layers that have inputs, and seem to do nothing to the loss."""
+    names = []
+    for layer, _ in targets:
+        output = outputs.get(layer.module)
+        is_reached = projections[layer.name].tokens is not None
+        if output is not None and is_reached and not output.any():
+            names.append(layer.name)
+    if names:
+        warn(
+            f"compress: no gradient of the loss reached {', '.join(names)}: their errors count as "
+            "harmless, and they get the smallest sizes; if the loss depends on them, take "
+            "allocation='error', or exclude them"
+        )
 
 
 def _refuse_experts(decisions: Iterable[Decision]) -> None:

@@ -1,7 +1,8 @@
 """Healing: a converted model learns, for a few hundred steps, to answer as the dense one does."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -10,10 +11,12 @@ from typing import Annotated, Any
 import torch
 from torch import Tensor, nn
 
-from .._model.calls import eval_mode, find_tensors
+from .._model.calls import find_tensors
+from .._model.transaction import Step, as_it_was_on_error, completed_at_end
 from .._structure.arguments import MAX_STEPS, Range, checked, warn
 from ..duality import promote
 from ..optim._groups import param_groups
+from .memory import storages_in
 from .padding import select_rows
 from .progress import Bar
 from .replay import check_batches, prepare_call
@@ -80,7 +83,7 @@ def distill(
             student share trained parameters; parameters without values (meta); inference mode.
         TypeError: a model is no module; `batches` or `held_out` is a single batch.
         FloatingPointError: the loss or its gradients are not finite. After this error, as after any
-            other, parameters are what they were.
+            other, both models are what they were, with the gradients that they had.
     Source: Hinton et al. 2015 (arXiv:1503.02531), section 2.
 
     >>> import copy
@@ -99,18 +102,12 @@ def distill(
     trained = _parameters_of(groups)
     judges, places = _hold_out(batches, held_out, steps)
     loss_of = partial(_find_loss, model, teacher, logits)
-    values_before = _copy(trained)
-    with eval_mode(model), eval_mode(teacher), torch.enable_grad():
-        try:
-            with Bar("distill", steps, progress) as bar:
-                training_batches = islice(_repeat(batches, places), steps)
-                outcome = _train(groups, loss_of, training_batches, judges, steps, lr, bar)
-        except BaseException:  # Ctrl-C too
-            _put_back(trained, values_before)
-            raise
-        finally:
-            for parameter in trained:
-                parameter.grad = None
+    with _healed_or_as_they_were(model, teacher, trained), torch.enable_grad():
+        model.eval()
+        teacher.eval()
+        with Bar("distill", steps, progress) as bar:
+            training_batches = islice(_repeat(batches, places), steps)
+            outcome = _train(groups, loss_of, training_batches, judges, steps, lr, bar)
     if outcome.kept == 0 and outcome.before > 0:
         warn(
             "distill: no state on the way had a lower held-out loss than the "
@@ -118,6 +115,58 @@ def distill(
             f"{lr:g}, or more batches"
         )
     return outcome
+
+
+@contextmanager
+def _healed_or_as_they_were(
+    model: nn.Module, teacher: nn.Module, trained: Sequence[nn.Parameter]
+) -> Iterator[None]:
+    """At its end the modules of both models have the modes that they had, and no gradients are
+    left. After an error, and after Ctrl-C anywhere, all is what it was: gradients, buffers and
+    attributes too."""
+    modes = {module: module.training for module in [*model.modules(), *teacher.modules()]}
+    gradients = [parameter.grad for parameter in trained]
+    buffers = [_Buffer(buffer) for buffer in [*model.buffers(), *teacher.buffers()]]
+    steps_back: list[Step] = [
+        partial(_put_back, trained, _copy(trained)),
+        partial(_set_gradients, trained, gradients),
+        *(buffer.put_back for buffer in buffers),
+    ]
+    at_end: list[Step] = [
+        partial(_set_modes, modes),
+        partial(_set_gradients, trained, [None] * len(trained)),
+    ]
+    with as_it_was_on_error(teacher), as_it_was_on_error(model) as undo, completed_at_end(at_end):
+        undo += steps_back
+        yield
+
+
+class _Buffer:
+    """A buffer, and what it had: a model may write into it while it runs."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor = tensor
+        self._values = tensor.detach().clone()
+        self._version = _version_of(tensor)
+
+    def put_back(self) -> None:
+        if _version_of(self._tensor) != self._version:
+            self._tensor.data.copy_(self._values)
+
+
+def _version_of(tensor: Tensor) -> int:
+    """How often somebody has written into it; torch does not count that in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _set_modes(modes: Mapping[nn.Module, bool]) -> None:
+    for module, training in modes.items():
+        module.training = training
+
+
+def _set_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def _check_models(model: nn.Module, teacher: nn.Module) -> None:
@@ -129,10 +178,11 @@ def _check_models(model: nn.Module, teacher: nn.Module) -> None:
                 )
     if torch.is_inference_mode_enabled():
         raise ValueError("nothing can be trained under torch.inference_mode: leave that mode first")
-    ids_of_teacher = {id(parameter) for parameter in teacher.parameters()}
+    # also of another parameter in the same memory: load_state_dict(..., assign=True) makes such
+    storages_of_teacher = {*storages_in([*teacher.parameters()])}
     for name, parameter in model.named_parameters():
-        is_shared = parameter.requires_grad and id(parameter) in ids_of_teacher
-        if teacher is model or is_shared:
+        is_shared = not storages_of_teacher.isdisjoint(storages_in(parameter))
+        if teacher is model or (parameter.requires_grad and is_shared):
             raise ValueError(
                 f"teacher shares {name!r} with the model, so that it would change: convert a copy, "
                 "copy.deepcopy(teacher)"
@@ -273,11 +323,11 @@ def _judge(loss_of: Callable[[Any], Tensor], held_out: Sequence[Any]) -> float:
         return sum(loss_of(batch).item() for batch in held_out) / len(held_out)
 
 
-def _copy(parameters: list[nn.Parameter]) -> list[Tensor]:
+def _copy(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [parameter.detach().clone() for parameter in parameters]
 
 
-def _put_back(parameters: list[nn.Parameter], values: list[Tensor]) -> None:
+def _put_back(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
     for parameter, value in zip(parameters, values, strict=True):
         parameter.data.copy_(value)
 

@@ -158,10 +158,11 @@ class Memory:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
+            folder = tempfile.tempdir or "any folder"  # None: there is none that can be written to
             raise OSError(
                 error.errno,
                 f"memory={self.gigabytes:g}: {self._end / GIGABYTE:.1f} GB of activations cannot "
-                f"be written to a temporary file in {tempfile.gettempdir()} ({error.strerror}); "
+                f"be written to a temporary file in {folder} ({error.strerror}); "
                 "set TMPDIR to a folder with more room, or take a larger memory",
             ) from error
 

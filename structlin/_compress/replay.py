@@ -24,8 +24,9 @@ import inspect
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from queue import SimpleQueue
@@ -59,6 +60,7 @@ class Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     masks: list[Tensor]  #: see `find_masks`
+    seed: int = 0  #: of the random numbers that the model draws in it
 
     def make(self, model: nn.Module, *, input_gradients: bool = False) -> Any:
         """Make it again; the model gets a copy of the batch, and may change it.
@@ -135,8 +137,8 @@ class Stream:
     def _prepare(self) -> Iterator[Call]:
         batches = self._read()
         check_batches("what batches() returns", batches)
-        for batch in batches:
-            yield prepare_call(self._model, batch)
+        for place, batch in enumerate(batches):
+            yield prepare_call(self._model, batch, seed=place)
 
 
 def _show_layout(layout: tuple[Any, ...]) -> str:
@@ -163,7 +165,7 @@ def read_batches(model: nn.Module, batches: Any, memory: float | None) -> list[C
     check_batches("batches", batches)
     if memory is not None and not isinstance(batches, Iterator):
         return Stream(model, lambda: batches)
-    return [prepare_call(model, batch) for batch in batches]
+    return [prepare_call(model, batch, seed=place) for place, batch in enumerate(batches)]
 
 
 def _require_no_arguments(function: Callable[..., Any]) -> None:
@@ -186,10 +188,10 @@ def check_batches(name: str, batches: object) -> None:
         )
 
 
-def prepare_call(model: nn.Module, batch: Any) -> Call:
+def prepare_call(model: nn.Module, batch: Any, seed: int = 0) -> Call:
     """The call of the model with this batch, see `split_batch`."""
     args, kwargs = split_batch(batch)
-    return Call(*copy_batch(args, kwargs), find_masks(model, args, kwargs))
+    return Call(*copy_batch(args, kwargs), find_masks(model, args, kwargs), seed)
 
 
 def copy_batch(
@@ -257,7 +259,7 @@ class Replay:
                 return hook(layer, take_input(args, kwargs), y)
 
             replica[layer].register_forward_hook(see, with_kwargs=True)
-        with torch.set_grad_enabled(grad):
+        with torch.set_grad_enabled(grad), RandomNumbers(call.seed).draw():
             return call.make(replica.model, input_gradients=backward)
 
     def walk(
@@ -405,7 +407,8 @@ def observe(
         replica = replay.original.replicate()
         for layer in layers:
             replica[layer].register_forward_pre_hook(lambda *_, layer=layer: order.append(layer))
-        call.make(replica.model)
+        with RandomNumbers(call.seed).draw():
+            call.make(replica.model)
         return order
 
     orders = [find_order(call) for call in replay.few]
@@ -477,6 +480,7 @@ class Run:
         self._awaited = {*layers, *blocks}  # where it has not been yet
         self.stop: Stop | None = None
         self._contexts = _capture_state()
+        self._random_numbers = RandomNumbers(call.seed)
         self._workers = workers
         self._cancelled = False
         self._turn: SimpleQueue[None] = SimpleQueue()  # the caller says "go on"
@@ -500,7 +504,7 @@ class Run:
         """
         self.stop = None
         self.activations.fetch()
-        with limit_threads(self._workers):
+        with limit_threads(self._workers), self._random_numbers.draw():
             if self.thread.ident is not None:
                 self._turn.put(None)
             else:
@@ -594,6 +598,46 @@ class Hold:
 
     def __deepcopy__(self, memo: Any) -> "Hold":
         return self  # it is the run's: a replica of the run's replica does not stop here
+
+
+class RandomNumbers:
+    """The random numbers of one run: all runs of a call draw the same ones.
+
+    A model may draw some in eval mode, say by `F.dropout(x)`, which drops always. With others in
+    the dense model than in the compressed one, x and z would seem to have little in common.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._states: list[Tensor] = []  # where the run stopped last
+
+    @contextmanager
+    def draw(self) -> Iterator[None]:
+        """Within it torch goes on with these numbers, and at its end with its own."""
+        own_states = _get_random_states()
+        with completed_at_end([partial(_set_random_states, own_states)]):
+            if self._states:
+                _set_random_states(self._states)
+            else:
+                torch.default_generator.manual_seed(self._seed)
+                if len(own_states) > 1:
+                    torch.cuda.manual_seed_all(self._seed)
+            yield
+            self._states = _get_random_states()
+
+
+def _get_random_states() -> list[Tensor]:
+    """Those of torch's generators: of the CPU, and of the GPUs if they are used."""
+    states = [torch.get_rng_state()]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states += torch.cuda.get_rng_state_all()
+    return states
+
+
+def _set_random_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state_all(states[1:])
 
 
 def _capture_state() -> list[AbstractContextManager[Any]]:

@@ -164,7 +164,7 @@ def _take_gradients(
             output = output.detach().requires_grad_()
         if not runs_again:
             outputs.append((module, output))
-        return output
+        return _pass_on(output)
 
     modules = [layer.module for layer in layers]
     try:
@@ -177,7 +177,7 @@ def _take_gradients(
     del result  # whose logits are large
     tensors = [output for _, output in outputs]
     gradients = torch.autograd.grad(value, tensors, allow_unused=True)
-    _require_finite(value, replay, layers, call)
+    _require_finite(value, loss, replay, layers, call)
     return [
         (module, select_rows(gradient, call.masks))
         for (module, _), gradient in zip(outputs, gradients, strict=True)
@@ -191,15 +191,19 @@ def _take_gradients_on_the_way_back(
     """The same for a model that runs layers without gradients, and on the way back once more with
     them: `torch.utils.checkpoint` with use_reentrant=True."""
     gradients: list[tuple[nn.Module, Tensor]] = []
+    without_gradients: set[nn.Module] = set()
 
     def keep(module: nn.Module, x: Tensor, output: Tensor) -> Tensor:
         def note(gradient: Tensor) -> None:
             gradients.append((module, select_rows(gradient, call.masks)))
 
-        if torch.is_grad_enabled():
-            output = output if output.requires_grad else output.detach().requires_grad_()
-            output.register_hook(note)  # type: ignore[no-untyped-call]
-        return output
+        if not torch.is_grad_enabled():
+            without_gradients.add(module)
+            return output
+        without_gradients.discard(module)  # it is called once more, on the way back
+        output = output if output.requires_grad else output.detach().requires_grad_()
+        output.register_hook(note)  # type: ignore[no-untyped-call]
+        return _pass_on(output)
 
     result = replay.run(call, [layer.module for layer in layers], keep, grad=True, backward=True)
     if not any(tensor.requires_grad for _, tensor in find_tensors(result)):
@@ -208,20 +212,51 @@ def _take_gradients_on_the_way_back(
         value = _take_loss(result, loss, call.masks, generator)
     del result  # whose logits are large
     value.backward()  # type: ignore[no-untyped-call]
-    _require_finite(value, replay, layers, call)
-    if not gradients:
-        raise ValueError(f"{_REFUSED} turns gradients off (no_grad or inference_mode)")
+    _require_finite(value, loss, replay, layers, call)
+    if without_gradients:  # nobody knows their harm: it is not zero
+        names = [layer.name for layer in layers if layer.module in without_gradients]
+        raise ValueError(
+            f"{_REFUSED} turns gradients off (no_grad or inference_mode) around these layers: "
+            f"{', '.join(names)}; or exclude them"
+        )
     return gradients
+
+
+class _PassOn(torch.autograd.Function):
+    """The same numbers in the same memory, one step later in the graph."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor) -> Tensor:
+        return output.data  # no view: writing into one would pass by this step
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def _pass_on(output: Tensor) -> Tensor:
+    """What the model gets of a layer's output: what it writes into that, as `nn.ReLU(inplace=True)`
+    does, comes after the output whose gradient is taken."""
+    passed: Tensor = _PassOn.apply(output)  # type: ignore[no-untyped-call]
+    return passed
 
 
 class _GradientsOff(BaseException):
     """A layer is called without gradients. No `except Exception` of the model catches it."""
 
 
-def _require_finite(value: Tensor, replay: Replay, layers: Sequence[Layer], call: Call) -> None:
-    if not math.isfinite(value.item()):
-        measure_inputs(replay, layers, [call])  # which names the layer, if it is its input
-        raise ValueError(f"{_REFUSED} returns values that are not finite")
+def _require_finite(
+    value: Tensor, loss: Loss, replay: Replay, layers: Sequence[Layer], call: Call
+) -> None:
+    if math.isfinite(value.item()):
+        return
+    measure_inputs(replay, layers, [call])  # which names the layer, if it is its input
+    if callable(loss):
+        raise ValueError(
+            f"loss returned {value.item()}, of what the model returns; it must be finite for every "
+            "batch"
+        )
+    raise ValueError(f"{_REFUSED} returns values that are not finite")
 
 
 def _take_loss(result: Any, loss: Loss, masks: list[Tensor], generator: torch.Generator) -> Tensor:
@@ -267,6 +302,8 @@ def measure_change(before: Any, after: Any, loss: Loss, masks: list[Tensor]) -> 
         for name in logits:
             old_rows = select_rows(old[name], masks)  # (rows, classes)
             new_rows = select_rows(new[name], masks)
+            if not len(old_rows):
+                continue
             step = max(1, math.ceil(len(old_rows) / MEASURED_ROWS))
             divergence = _find_divergence(old_rows[::step], new_rows[::step])
             change += 2 * divergence * (len(old_rows) / len(old_rows[::step]))

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -31,15 +32,14 @@ CHECKED_ROWS = 2048  # of outputs, after which no further call is checked
 
 
 def check_keep(name: str, keep: Any) -> float | None:
-    is_number = isinstance(keep, int | float) and not isinstance(keep, bool)
+    is_number = isinstance(keep, Real) and not isinstance(keep, bool)
     if keep is not None and not (is_number and 0 < keep <= 1):
         kind = ValueError if is_number else TypeError
         raise kind(
             f"{name}={keep!r} must be a fraction above 0 and at most 1, or None, which keeps the "
             "structure's own size"
         )
-    fraction: float | None = keep
-    return fraction
+    return None if keep is None else float(keep)
 
 
 @dataclass(frozen=True)

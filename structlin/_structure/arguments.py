@@ -233,6 +233,8 @@ class Number(Kind):
         return is_real and not isinstance(value, bool)
 
     def check(self, name: str, value: Any) -> float:
+        if type(value) not in (float, int):  # such as NumPy's, which may overflow in a comparison
+            value = float(value)
         if not 0 <= value <= sys.float_info.max:
             raise ValueError(f"{name}={value!r} must be finite and not negative")
         is_plain = type(value) is float or (type(value) is int and value < LARGEST)

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from benchmarks.compression import heal, smollm2
+from benchmarks.harness.record import save_json
 from structlin import LowRank, convert
 
 RECIPE = heal.Recipe(**heal.SMOKE)
@@ -128,6 +129,53 @@ def test_a_state_of_another_recipe_is_refused_and_nothing_is_changed(dense_and_t
     pairs = zip(healing.model.parameters(), before, strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert heal.folder_of(heal.STATES, RECIPE) != heal.folder_of(heal.STATES, other.recipe)
+
+
+def test_a_state_of_other_widths_is_refused_and_nothing_is_changed(dense_and_text):
+    dense, _ = dense_and_text
+    healing = start(dense)
+    state = copy.deepcopy(healing.state_dict())
+    *_, last = state["parameters"]
+    for values in state["parameters"].values():
+        values += 1
+    state["parameters"][last] = state["parameters"][last][:-1]
+    before = [parameter.clone() for parameter in healing.model.parameters()]
+    with pytest.raises(ValueError, match=f"another model: '{last}' has the shape"):
+        healing.load_state_dict(state)
+    pairs = zip(healing.model.parameters(), before, strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_gradients_that_are_not_finite_take_no_step_and_reach_no_state(
+    dense_and_text, tmp_path, monkeypatch
+):
+    dense, text = dense_and_text
+    path = tmp_path / "state.pt"
+    healing = start(dense)
+    list(heal.heal(healing, text, path, heal.Piece(minutes=0)))
+    earlier = path.read_bytes()
+    find = heal.find_divergence
+    # the loss is what it was, and its gradient is 0 times the infinite slope of a root
+    monkeypatch.setattr(heal, "find_divergence", lambda s, *rest: find(s, *rest) + root_of_zero(s))
+    with pytest.raises(FloatingPointError, match="the norm of the gradients of step 1 is nan"):
+        list(heal.heal(healing, text, path, heal.Piece(save_minutes=0)))
+    assert all(parameter.isfinite().all() for parameter in healing.model.parameters())
+    assert path.read_bytes() == earlier
+
+
+def root_of_zero(s):
+    return (0 * s).sqrt().sum()
+
+
+def test_a_full_disk_leaves_the_earlier_result_and_nothing_else(tmp_path):
+    path = tmp_path / "heal.json"
+    save_json(path, rows=[1])
+    earlier = path.read_bytes()
+    path.with_suffix(".part").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        save_json(path, rows=[2])
+    assert path.read_bytes() == earlier
+    assert [*tmp_path.iterdir()] == [path]
 
 
 # ---- the recipe ----------------------------------------------------------------------------------

@@ -402,3 +402,46 @@ def test_a_teacher_that_would_change_is_refused():
         distill(shallow, teacher, BATCHES, steps=1, lr=1e-3)
     with torch.inference_mode(), pytest.raises(ValueError, match="inference_mode"):
         distill(converted(dense()), teacher, BATCHES, steps=1, lr=1e-3)
+
+
+def test_a_teacher_in_the_same_memory_is_refused():
+    teacher, student = dense(), dense()
+    student.load_state_dict(teacher.state_dict(), assign=True)  # other parameters, the same numbers
+    student[2] = nn.Linear(32, 8)
+    assert not {*map(id, teacher.parameters())} & {*map(id, student.parameters())}
+    with pytest.raises(ValueError, match=r"teacher shares '0\.weight' with the model"):
+        distill(student, teacher, BATCHES, steps=4, lr=1e-3)
+    student[0].requires_grad_(False)
+    distill(student, teacher, BATCHES, steps=4, lr=1e-3, progress=False)
+
+
+class Counting(nn.Linear):
+    """It writes into a buffer, and sets another one and an attribute."""
+
+    def __init__(self):
+        super().__init__(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("seen", torch.zeros(2))
+        self.kept = None
+
+    def forward(self, x):
+        self.calls += 1
+        self.seen, self.kept = x.detach(), x
+        return super().forward(x)
+
+
+def test_after_an_error_gradients_buffers_and_attributes_are_what_they_were():
+    teacher = nn.Sequential(Counting(), nn.Linear(16, 8))
+    student = converted(teacher)
+    student(BATCHES[0]).sum().backward()
+    before = [(parameter.grad, parameter.grad.clone()) for parameter in student.parameters()]
+    states, kept = [state(student), state(teacher)], [student[0].kept, teacher[0].kept]
+    batches = [*BATCHES[:3], BATCHES[3] * torch.nan]
+    with pytest.raises(FloatingPointError):
+        distill(student, teacher, batches, steps=8, held_out=BATCHES[:1], lr=1e-3, progress=False)
+    for parameter, (gradient, values) in zip(student.parameters(), before, strict=True):
+        assert parameter.grad is gradient
+        assert torch.equal(gradient, values)
+    for model, values in zip((student, teacher), states, strict=True):
+        assert all(torch.equal(model.state_dict()[name], value) for name, value in values.items())
+    assert [student[0].kept, teacher[0].kept] == kept

@@ -5,6 +5,7 @@ import gc
 import tempfile
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -127,6 +128,18 @@ def test_a_disk_that_fills_is_one_error_and_the_model_is_as_it_was(model, batche
     assert caught.value.errno == errno.ENOSPC
     assert full.closed
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_where_no_folder_can_be_written_to_the_error_names_memory_too(model, batches, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", None)  # as before its first use
+    monkeypatch.setattr(tempfile, "_candidate_tempdir_list", lambda: ["/no/such/folder"])
+    with pytest.raises(OSError, match=r"memory=0: .*in any folder \(No usable temporary .*TMPDIR"):
+        compressed(model, batches, memory=0.0)
+
+
+def test_a_bound_may_be_a_number_of_numpys(model, batches, files):
+    compressed(model, batches, memory=np.float32(1.0))
+    assert files == []
 
 
 @pytest.mark.parametrize("name", ["send_away", "fetch", "_fill", "_write", "close"])

@@ -281,6 +281,32 @@ def test_batches_that_skip_a_layer_wait_for_the_others(ways):
     torch.testing.assert_close(made.mean(0), y.mean(0))
 
 
+class Noisy(nn.Module):
+    """It drops in eval mode too, as `F.dropout(x)` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = nn.functional.dropout(layer(x).relu())
+        return x
+
+
+@pytest.mark.parametrize("options", [{}, {"memory": 0.0}, {"allocation": "error"}])
+def test_a_model_that_draws_random_numbers_draws_the_same_ones_densely_and_compressed(options):
+    torch.manual_seed(0)
+    model, batches = Noisy(), [torch.randn(500, 16) for _ in range(3)]
+    weights = [layer.weight.detach().clone() for layer in model.layers]
+    random_numbers = torch.get_rng_state()
+    whole = LowRank(rank=16)  # which holds every matrix
+    plan_compression(model, whole, batches, keep=None, **options).apply()
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+    for layer, weight in zip(model.layers, weights, strict=True):
+        torch.testing.assert_close(layer.to_dense(), weight, rtol=0.0, atol=1e-3)
+
+
 # ---- bad input ---------------------------------------------------------------------------------
 
 
@@ -322,6 +348,15 @@ def test_bad_input_is_one_error_and_leaves_nothing_behind(model, batches, messag
     assert all("forward" not in vars(m) for m in model.modules())
     assert torch.backends.mha.get_fastpath_enabled()
     assert threading.enumerate() == threads
+
+
+@pytest.mark.parametrize("allocation", ["sensitivity", "error"])
+def test_a_bias_that_is_not_finite_is_named(allocation):
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].bias.data[3] = torch.nan
+    with pytest.raises(ValueError, match=r"^the bias of layer '1' is not finite"):
+        compress(model, LowRank(rank=2), [torch.randn(40, 16)], allocation=allocation)
+    assert not model[0].weight.isnan().any()
 
 
 class Classifier(nn.Sequential):

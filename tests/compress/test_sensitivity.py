@@ -154,6 +154,61 @@ def test_a_loss_of_ones_own_gives_its_gradients(no_prior):
     torch.testing.assert_close(found.float(), expected)
 
 
+def write_relu(y):
+    y[y < 0] = 0.0
+    return y
+
+
+@pytest.mark.parametrize("write", [nn.ReLU(inplace=True), write_relu], ids=["ReLU", "items"])
+@pytest.mark.parametrize("shape", [(40, 4), (8, 5, 4)])  # of three dimensions an output is a view
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_written_into_an_output_in_place_comes_after_it(write, shape, trains, no_prior):
+    class Model(nn.Sequential):
+        def forward(self, x):
+            return self[1](write(self[0](x)))
+
+    torch.manual_seed(0)
+    model = Model(nn.Linear(4, 6), nn.Linear(6, 3)).requires_grad_(trains)
+    x = torch.randn(*shape)
+    found, _ = weigh(model, [x], lambda output: output.sum())
+    is_open = model[0](x).detach().flatten(0, -2) > 0  # (tokens, 6)
+    expected = (is_open * model[1].weight.detach().sum(0)).square().sum(0)
+    torch.testing.assert_close(found.float(), expected)
+
+
+class Frozen(nn.Module):
+    """Its first part takes no gradients; `cut` says how."""
+
+    def __init__(self, cut):
+        super().__init__()
+        self.first, self.last, self.cut = nn.Linear(8, 8), nn.Linear(8, 8), cut
+
+    def forward(self, x):
+        if self.cut == "detach":
+            return self.last(self.first(x).tanh().detach())
+        with getattr(torch, self.cut)():
+            y = self.first(x).tanh()
+        return self.last(y.clone())
+
+
+@pytest.mark.parametrize("cut", ["no_grad", "inference_mode"])
+@pytest.mark.parametrize("keep", [None, 0.5])
+def test_layers_around_which_gradients_are_off_are_named_and_can_be_left_out(cut, keep):
+    model, batches = Frozen(cut), [torch.randn(50, 8)]
+    before = snapshot(model)
+    with pytest.raises(ValueError, match=r"turns gradients off .* around these layers: first;"):
+        compress(model, LowRank(rank=1), batches, keep=keep)
+    assert snapshot(model) == before
+    compress(model, LowRank(rank=1), batches, keep=keep, exclude="first")
+
+
+def test_a_layer_that_has_inputs_but_no_gradient_is_named_as_harmless():
+    model, batches = Frozen("detach"), [torch.randn(50, 8)]
+    with pytest.warns(UserWarning, match="no gradient of the loss reached first: their errors"):
+        planned = plan_compression(model, LowRank(rank=1), batches, keep=0.5)
+    assert planned.decisions[0].resolved.params == 8 + 8
+
+
 def test_few_tokens_draw_the_weights_to_their_mean():
     torch.manual_seed(0)
     layer = nn.Linear(4, 3)
@@ -228,6 +283,7 @@ def test_ranks_chosen_by_sensitivity_are_near_the_best_of_all(seed):
         ({"loss": lambda y: y.detach().sum()}, TypeError, "requires_grad=False"),
         ({"loss": lambda y: 0 * y.sum()}, ValueError, "has only gradients of zero"),
         ({"loss": lambda y: (0 * y).sqrt().sum()}, ValueError, "gradients that are not finite"),
+        ({"loss": lambda y: y.sum() * torch.nan}, ValueError, "^loss returned nan"),
         (
             {"loss": lambda y: F.cross_entropy(y, torch.arange(20))},
             ValueError,

@@ -4,8 +4,10 @@ import copy
 import math
 import random
 import re
+from fractions import Fraction
 from itertools import cycle, product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -309,6 +311,13 @@ def test_bad_arguments_are_refused_and_the_model_stays_as_it_was(arguments, erro
     assert all(module.training and not module._forward_pre_hooks for module in model.modules())
 
 
+def test_a_share_may_be_numpys_or_a_fraction():
+    model = GPT()
+    plain = str(by_weight(model, BTT(), keep=0.5))
+    for keep in (np.float32(0.5), np.float64(0.5), Fraction(1, 2)):
+        assert str(by_weight(model, BTT(), keep=keep)) == plain
+
+
 def test_one_measurement_serves_every_share():
     model, batches, options = GPT(), [TOKENS], {"include": "*mlp*", "progress": False}
     measured = measure(
@@ -514,6 +523,20 @@ def test_a_token_that_is_impossible_before_counts_nothing():
     for pair in ((before, after), masked):
         found = sizes.measure_change(*pair, "divergence", [])
         assert found == pytest.approx(expected.item(), rel=1e-4)
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_batch_without_tokens_is_passed_over_where_harm_is_measured(place):
+    class Logits(GPT):
+        def forward(self, tokens):
+            return {"logits": super().forward(tokens)}
+
+    batches = [TOKENS, TOKENS]
+    batches.insert(place, TOKENS[:0])
+    planned = plan_compression(Logits(), LowRank(rank=1), batches, keep=0.5)
+    assert all(0 < error < 1 for error in planned.errors.values())
+    nothing = torch.zeros(0, 8)
+    assert sizes.measure_change(nothing, nothing, "divergence", []) == 0
 
 
 def test_the_harm_of_many_rows_is_estimated_from_some_for_all(monkeypatch):
