@@ -1,6 +1,9 @@
 """benchmarks/compression: SmolLM2, DINOv2 and MiniLM on tiny models of their architectures."""
 
 import math
+import random
+import re
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -239,6 +242,60 @@ def test_words_of_two_letters_names_with_digits_and_abbreviations_ask_nothing():
     assert smollm2.find_last_words(["It", " is", " so", ".", " We"]) == []
     assert smollm2.find_last_words(["The", " F", "16", ".", " We"]) == []
     assert smollm2.find_last_words(["At", " example", ".", "com", " now"]) == []
+
+
+def find_last_words_in_text(texts):
+    """The oracle of last words: a regular expression over the whole text of these tokens."""
+    places = {}  # the token that begins at each letter
+    for token, letter in enumerate(accumulate(map(len, texts[:-1]), initial=0)):
+        places[letter] = token
+    words = []
+    for match in re.finditer(r" [A-Za-z]{3,}(?=\.[ \n])", "".join(texts)):
+        start = places.get(match.start(), 0)
+        end = places.get(match.end(), 0)
+        # nothing comes before the first token, so no model is asked for it
+        if start > 0 and end > 0 and texts[end] == ".":
+            words.append((start, end))
+    return words
+
+
+def test_last_words_are_those_of_a_regular_expression_over_the_text():
+    pieces = ["The", " cat", " s", "at", " F", "16", " caf", "é", " we", "\n", ".com"]
+    pieces += ["."] * 4
+    draw = random.Random(0)
+    count = 0
+    for _ in range(5000):
+        texts = draw.choices(pieces, k=draw.randint(1, 8))
+        expected = find_last_words_in_text(texts)
+        assert smollm2.find_last_words(texts) == expected, texts
+        count += len(expected)
+    assert count > 100
+
+
+def test_candidates_are_the_three_newest_other_words_of_one_token_that_ended_sentences():
+    texts = ["[start]"]
+    for word in ([" cat"], [" dog"], [" ra", "bbit"], [" fox"], [" dog"], [" owl"], [" cat"]):
+        texts += [" A", *word, "."]
+    texts.append(" So")
+    vocabulary = sorted(set(texts))
+    items = smollm2.make_items([vocabulary.index(text) for text in texts], vocabulary)
+
+    assert len(items.words) == 7
+    shown = []
+    for item in items.candidates:
+        shown.append([vocabulary[token] for token in item.tokens])
+    # at the second "dog" only "cat" and "fox" are others; the rabbit has two tokens
+    assert shown == [
+        [" owl", " cat", " fox", " dog"],
+        [" cat", " fox", " dog", " owl"],
+    ]
+
+
+def test_agreement_is_asked_where_a_vocabulary_has_both_numbers():
+    vocabulary = [" is", " so", " was", " were"]
+    ids = [2, 1, 0, 3]  # nothing comes before the first " was"
+    items = smollm2.make_items(ids, vocabulary)
+    assert items.agreement == [smollm2.Item(place=3, tokens=[3, 2])]
 
 
 def test_the_tasks_are_those_of_a_pass_over_each_prefix():
