@@ -209,6 +209,66 @@ def test_asvds_search_cuts_the_least_sensitive_layer_and_share_first():
     assert peers.choose_shares(sensitivity, sizes, keep=0.5) == {"a": 0.5, "b": 0.5}
 
 
+def test_asvds_search_stops_as_soon_as_the_share_is_reached():
+    sensitivity = {("a", 0.5): 1.0, ("b", 0.5): 2.0}
+    # a .5 leaves exactly 30 of 40
+    assert peers.choose_shares(sensitivity, {"a": 20, "b": 20}, keep=0.75) == {"a": 0.5}
+
+
+def test_a_layer_keeps_the_least_share_that_the_search_has_cut_it_to():
+    sensitivity = {("a", 0.2): 1.0, ("a", 0.6): 2.0, ("b", 0.5): 3.0}
+    shares = peers.choose_shares(sensitivity, {"a": 10, "b": 10}, keep=0.5)
+    assert shares == {"a": 0.2, "b": 0.5}
+
+
+class TwoLayers(nn.Module):
+    """Two layers of 20 -> 20, whose weights are diagonal."""
+
+    def __init__(self, *diagonals):
+        super().__init__()
+        self.encoder = nn.Sequential(*[nn.Linear(20, 20) for _ in diagonals])
+        for layer, diagonal in zip(self.encoder, diagonals, strict=True):
+            layer.weight.data = torch.diag(diagonal)
+
+    def forward(self, x):
+        return self.encoder(x)
+
+
+@pytest.mark.parametrize("keep", [0.9, 0.75, 0.6, 0.45])
+def test_the_ranks_of_asvds_search_are_those_of_the_authors_sensitivities(keep):
+    """Their code sorts -sqrt(stable rank) * share^0.1 and takes the first cut-off that is enough.
+
+    A layer of 400 weights has 40 per rank, so the share s is rank 10 s.
+    """
+    # the largest singular value is 1, so the stable ranks are 4 and 3
+    first = torch.full((20,), (3 / 19) ** 0.5).index_fill(0, torch.tensor(0), 1.0)
+    second = torch.full((20,), (2 / 19) ** 0.5).index_fill(0, torch.tensor(0), 1.0)
+    sensitivities = {}
+    for layer, stable_rank in enumerate((4, 3)):
+        for tenths in range(1, 10):
+            sensitivities[layer, tenths] = -(stable_rank**0.5) * (tenths / 10) ** 0.1
+
+    def find_tenths(layer, cut_off):
+        """The least share of the layer among the pairs up to the cut-off; ten tenths if none."""
+        tenths = [10]
+        for pair, sensitivity in sensitivities.items():
+            if pair[0] == layer and sensitivity <= cut_off:
+                tenths.append(pair[1])
+        return min(tenths)
+
+    for cut_off in sorted(sensitivities.values()):
+        expected = [find_tenths(layer, cut_off) for layer in (0, 1)]
+        if sum(expected) <= 20 * keep:
+            break
+
+    model = TwoLayers(first, second)
+    apply("ASVD, its search", model, keep, [{"x": torch.randn(1, 30, 20)}])
+    ranks = []
+    for layer in model.encoder:
+        ranks.append(10 if isinstance(layer, nn.Linear) else layer.v.shape[0])
+    assert ranks == expected
+
+
 def test_asvd_with_its_search_is_the_best_of_its_ranks_in_its_norm():
     torch.manual_seed(0)
     model = Encoder()
@@ -227,6 +287,32 @@ def test_asvd_with_its_search_is_the_best_of_its_ranks_in_its_norm():
 def test_the_stable_rank_of_a_matrix_is_its_squared_norms_ratio():
     weight = torch.diag(torch.tensor([3.0, 2.0, 1.0]))
     assert peers.measure_stable_rank(weight) == pytest.approx((9 + 4 + 1) / 9)
+    for shape in ((4, 9), (9, 4)):
+        weight = torch.randn(shape)
+        values = torch.linalg.svdvals(weight)
+        expected = float(values.square().sum() / values[0] ** 2)
+        assert peers.measure_stable_rank(weight) == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ASVD", "ASVD, its search"])
+def test_asvd_knows_no_unit_of_the_inputs(name):
+    products = []
+    for unit in (1.0, 1e-4):
+        torch.manual_seed(0)
+        model = Encoder()
+        batches = make_batches()
+        for batch in batches:
+            batch["x"] *= unit
+        apply(name, model, 0.5, batches)
+        products.append(read_product(model.encoder[0]))
+    torch.testing.assert_close(*products, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["SVD", "ASVD, its search"])
+def test_a_layer_keeps_rank_one_at_least(name):
+    model = Encoder()
+    apply(name, model, 0.01)
+    assert model.encoder[0].v.shape == (1, 12)
 
 
 # ---- fewer numbers, fewer bits -------------------------------------------------------------------

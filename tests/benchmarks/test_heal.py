@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -131,6 +132,61 @@ def test_a_state_of_another_recipe_is_refused_and_nothing_is_changed(dense_and_t
 
 
 # ---- the recipe ----------------------------------------------------------------------------------
+
+
+def test_the_rate_rises_over_a_twentieth_of_the_steps_and_falls_by_half_a_cosine():
+    # 105 steps: five of warm-up, then 100 from cos 0 to cos pi
+    rates = [heal.scale_rate(step, 105) for step in range(106)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5] == 1.0
+    assert rates[5 + 25] == pytest.approx((1 + math.sqrt(0.5)) / 2)
+    assert rates[5 + 50] == pytest.approx(0.5)
+    assert rates[5 + 75] == pytest.approx((1 - math.sqrt(0.5)) / 2)
+    assert rates[105] == pytest.approx(0.0)
+
+
+def test_the_shortest_runs_warm_up_for_a_step():
+    assert heal.scale_rate(0, 20) == 1.0
+    assert heal.scale_rate(0, 1) == 1.0
+    assert heal.scale_rate(1, 1) == 1.0  # after the only step
+
+
+def test_each_pass_takes_every_window_once_in_an_order_of_its_own():
+    windows = torch.arange(5)[:, None] + 100
+    batches = [heal.take_batch(windows, 2, step) for step in range(10)]
+    assert all(batch.shape == (2, 1) for batch in batches)
+    passes = torch.cat(batches).view(4, 5).tolist()  # four passes of five windows
+    for order in passes:
+        assert sorted(order) == [100, 101, 102, 103, 104]
+    assert len({tuple(order) for order in passes}) == 4
+
+    # a resumed run takes the batch of its step
+    assert heal.take_batch(windows, 2, 7).equal(batches[7])
+
+
+def test_a_step_takes_its_batch_and_the_run_as_many_steps_as_its_tokens_pay_for():
+    recipe = heal.Recipe(tokens=2_000_000, batch=2, context=1024, judgements=12)
+    assert recipe.steps == 976  # 2,000,000 / 2,048 is 976.56
+    judged = sorted(recipe.judged_steps())
+    assert len(judged) == 12
+    assert judged[-1] == 976
+    # evenly spread: 976 / 12 is 81.3
+    gaps = {later - earlier for earlier, later in zip([0, *judged[:-1]], judged, strict=True)}
+    assert gaps == {81, 82}
+
+
+def test_windows_heal_in_one_row_each_and_calibrate_one_by_one():
+    texts = {"known": torch.arange(100), "wiki": torch.arange(200, 300)}
+    texts["c4"] = torch.arange(300, 400)
+    recipe = heal.Recipe(context=24, calibration=3, windows=2)
+    text = heal.cut_text(texts, recipe)
+    assert text.windows.tolist() == torch.arange(96).view(4, 24).tolist()  # 4 left over
+    # from the first token to the last one
+    starts = [int(ids[0, 0]) for ids in text.calibration]
+    assert starts == [0, 38, 76]
+    assert [ids.shape for ids in text.calibration] == [(1, 24)] * 3
+    assert text.held_out["wiki"].tolist() == [[*range(200, 224)], [*range(276, 300)]]
+    assert text.held_out["c4"].tolist() == [[*range(300, 324)], [*range(376, 400)]]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])

@@ -1,6 +1,8 @@
 """benchmarks/compression/tokens.py: which rows there are, and that SVD-LLM gets the same ranks."""
 
 import math
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,8 +35,8 @@ def test_the_dense_model_has_one_row_and_every_method_one_for_each_share_and_cou
     expected = []
     for family in ("SVD-LLM", "low-rank", "BTT"):
         for keep in (0.8, 0.6):
-            for count in (4096, 16384, 65536, 262144):
-                expected.append((family, keep, count))
+            for number in (4096, 16384, 65536, 262144):
+                expected.append((family, keep, number))
     assert sorted(smaller) == sorted(expected)
 
 
@@ -67,14 +69,13 @@ def low_rank_rows():
     return tokens.run(96, "low-rank", 0.6, **SIZES)
 
 
-def count_dense_weights():
-    """Those of the linear layers in the blocks."""
-    model, _ = smollm2.make_tiny()
-    count = 0
+def find_block_layers(model):
+    """Name -> the linear layer, in the blocks."""
+    layers = {}
     for name, layer in model.named_modules():
         if name.startswith("model.layers.") and isinstance(layer, nn.Linear):
-            count += layer.weight.numel()
-    return count
+            layers[name] = layer
+    return layers
 
 
 def test_svd_llm_with_the_same_ranks_has_the_same_number_of_parameters(low_rank_rows):
@@ -82,7 +83,8 @@ def test_svd_llm_with_the_same_ranks_has_the_same_number_of_parameters(low_rank_
     assert low_rank["method"] == "low-rank"
     assert svd_llm["method"] == "SVD-LLM, ranks of low-rank"
     assert low_rank["params"] == svd_llm["params"]
-    dense = count_dense_weights()
+    model, _ = smollm2.make_tiny()
+    dense = sum(layer.weight.numel() for layer in find_block_layers(model).values())
     assert 0.5 * dense < low_rank["params"] <= 0.6 * dense
 
 
@@ -100,3 +102,115 @@ def test_windows_of_calibration_come_from_no_held_out_text():
     assert [batch["input_ids"].shape for batch in batches] == [(1, 24)] * 4
     assert batches[0]["input_ids"][0].equal(known[:24])
     assert batches[-1]["input_ids"][0].equal(known[-24:])
+
+
+def cut_by_svd_llm(model, ids, keep):
+    """The oracle of SVD-LLM, on the dense model in place; returns the numbers of its factors.
+
+    X (tokens, in) are a layer's inputs, and R R^T = X^T X. The layer becomes [W R]_r R^-1, where
+    [ ]_r is cut to its r largest singular values, and r (in + out) is at most `keep` of in * out.
+    """
+    inputs = {}
+    hooks = []
+    layers = find_block_layers(model)
+    for name, layer in layers.items():
+
+        def keep_inputs(module, args, name=name):
+            inputs[name] = args[0].flatten(0, 1).double()
+
+        hooks.append(layer.register_forward_pre_hook(keep_inputs))
+    with torch.no_grad():
+        model(input_ids=ids)
+    for hook in hooks:
+        hook.remove()
+
+    params = 0
+    for name, layer in layers.items():
+        out_features, in_features = layer.weight.shape
+        rank = int(keep * in_features * out_features / (in_features + out_features))
+        _, scales, basis = torch.linalg.svd(inputs[name], full_matrices=False)
+        root = basis.T * scales  # (in, in)
+        u, values, v = torch.linalg.svd(layer.weight.detach().double() @ root)
+        nearest = (u[:, :rank] * values[:rank]) @ v[:rank]
+        layer.weight.data = (nearest @ torch.linalg.inv(root)).float()
+        params += rank * (in_features + out_features)
+    return params
+
+
+def test_svd_llm_is_calibrated_on_those_tokens_and_keeps_the_same_share_of_each_layer():
+    (row,) = tokens.run(192, "SVD-LLM", 0.6, **SIZES)
+    model, texts = smollm2.make_tiny()
+    starts = torch.linspace(0, len(texts["known"]) - 24, 8).long()
+    windows = [texts["known"][start : start + 24] for start in starts.tolist()]
+    params = cut_by_svd_llm(model, torch.stack(windows), keep=0.6)
+
+    assert row["method"] == "SVD-LLM"
+    assert row["params"] == params
+    for name in ("wiki", "c4"):
+        expected = find_perplexity(model, smollm2.cut(texts[name], 3, 24))
+        assert row[f"perplexity_{name}"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_other_families_have_no_row_of_the_same_ranks():
+    (row,) = tokens.run(96, "BTT", 0.6, **SIZES)
+    assert row["method"] == "BTT"
+
+
+def test_seconds_are_those_of_seeing_the_tokens_and_of_cutting(monkeypatch):
+    ticks = count()  # each look at the clock is a second after the last one
+    clock = SimpleNamespace(process_time=lambda: float(next(ticks)))
+    tokens.observe.cache_clear()
+    monkeypatch.setattr(tokens, "time", clock)
+    (dense,) = tokens.run(96, "dense", 1.0, **SIZES)
+    (svd_llm,) = tokens.run(96, "SVD-LLM", 0.6, **SIZES)
+    low_rank, same_ranks = tokens.run(96, "low-rank", 0.6, **SIZES)
+    assert dense["cpu_seconds"] == 0
+    assert low_rank["cpu_seconds"] == 1
+    # one to see the tokens, which both shares count, and one to cut
+    assert svd_llm["cpu_seconds"] == 2
+    assert same_ranks["cpu_seconds"] == 2
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def make_row(method, keep, count, perplexity, nats):
+    family = "low-rank" if method == "SVD-LLM, ranks of low-rank" else method
+    texts = {"perplexity_wiki": perplexity, "nats_wiki": nats}
+    return {"method": method, "family": family, "keep": keep, "tokens": count, **texts}
+
+
+def test_a_page_has_a_line_for_each_method_and_share_and_a_column_for_each_count():
+    dense = make_row("dense", 1.0, 4096, 9.96, [1.0, 2.0, 3.0])
+    rows = [
+        dense,
+        # the differences from dense are .4, .5, .6: their standard deviation is .1, and Student's
+        # 97.5 % quantile with 2 degrees of freedom is 4.302653
+        make_row("SVD-LLM", 0.6, 16384, 20.0, [1.4, 2.5, 3.6]),
+        make_row("SVD-LLM", 0.8, 4096, 12.34, [1.5, 2.5, 3.5]),
+        make_row("SVD-LLM, ranks of low-rank", 0.8, 16384, 11.0, [1.1, 2.1, 3.1]),
+        make_row("BTT", 0.8, 4096, 13.0, [1.2, 2.2, 3.2]),
+    ]
+    reach = 100 * math.expm1(4.302653 * 0.1 / math.sqrt(3))
+    missing = "not measured"
+
+    lines = tokens.show_wiki({"rows": rows}).splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert table == [
+        ["Wikipedia", "4,096 tokens", "16,384 tokens"],
+        ["---", "--:", "--:"],
+        ["dense", "10.0", "10.0"],
+        ["low-rank, keep 0.8", missing, missing],
+        ["BTT, keep 0.8", "13.0 ± 0 %", missing],
+        ["SVD-LLM, ranks of low-rank, keep 0.8", missing, "11.0 ± 0 %"],
+        ["SVD-LLM, keep 0.8", "12.3 ± 0 %", missing],
+        ["low-rank, keep 0.6", missing, missing],
+        ["BTT, keep 0.6", missing, missing],
+        ["SVD-LLM, ranks of low-rank, keep 0.6", missing, missing],
+        ["SVD-LLM, keep 0.6", missing, f"20.0 ± {reach:.0f} %"],
+    ]
+
+
+def test_a_page_of_no_rows_says_so():
+    expected = "Perplexity of C4 by calibration tokens: not measured."
+    assert tokens.show_c4({"rows": []}) == expected
