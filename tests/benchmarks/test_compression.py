@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 pytest.importorskip("transformers")
@@ -342,6 +343,88 @@ def test_dense_is_measured_as_a_pass_in_float32_but_for_the_rounding_of_bfloat16
         assert row[f"perplexity_{name}"] == pytest.approx(perplexity, rel=1e-2)
 
 
+class Bigrams(nn.Module):
+    """A language model whose logits follow from the last token alone: `table` (tokens, tokens)."""
+
+    def __init__(self, table):
+        super().__init__()
+        self.table = table
+
+    def forward(self, input_ids):
+        return SimpleNamespace(logits=self.table[input_ids])
+
+
+def test_a_row_has_the_nats_of_every_window_and_the_answers_in_their_order():
+    torch.manual_seed(0)
+    size = len(VOCABULARY)
+    dense = Bigrams(torch.randn(size, size))
+    model = Bigrams(torch.randn(size, size))
+    context = len(find_ids(SENTENCES))
+    # each window has the sentences behind some other tokens, so it asks for something
+    windows = {}
+    for name in ("wiki", "c4"):
+        others = torch.randint(size, (5, 6))
+        sentences = torch.tensor(find_ids(SENTENCES)).expand(5, context)
+        windows[name] = torch.cat([others, sentences], 1)
+    items = {}
+    for name, rows in windows.items():
+        items[name] = [smollm2.make_items(ids.tolist(), VOCABULARY) for ids in rows]
+    # the divergence is of windows 0, 4, ... of C4
+    judged = [dense.table[windows["c4"][n]].half() for n in (0, 4)]
+    row = smollm2.measure(model, smollm2.Held(windows, items, judged), {})
+
+    for name, rows in windows.items():
+        log_p = model.table.double().log_softmax(-1)
+        nats = [-log_p[ids[:-1], ids[1:]].mean().item() for ids in rows]
+        assert row[f"nats_{name}"] == pytest.approx(nats, abs=1e-5)
+        assert row[f"perplexity_{name}"] == pytest.approx(math.exp(sum(nats) / 5), rel=1e-4)
+
+    divergences = []
+    for n in (0, 4):
+        ids = windows["c4"][n]
+        log_p = dense.table[ids].log_softmax(-1)
+        log_q = model.table[ids].log_softmax(-1)
+        divergences.append(F.kl_div(log_q, log_p, log_target=True, reduction="batchmean").item())
+    assert row["kl"] == pytest.approx(sum(divergences) / 2, rel=1e-2)  # the dense are in float16
+
+    likeliest = model.table.argmax(-1)
+    expected = ""
+    for name in ("wiki", "c4"):
+        for ids, item in zip(windows[name], items[name], strict=True):
+            for word in item.words:
+                is_right = likeliest[ids[word.start - 1]] == ids[word.start]
+                expected += "1" if is_right else "0"
+    assert row["tasks"]["last word"] == expected
+    agreements = sum(len(item.agreement) for item in (*items["wiki"], *items["c4"]))
+    assert len(row["tasks"]["agreement"]) == agreements > 20
+
+
+def test_a_model_that_is_ruined_has_a_perplexity_that_is_finite():
+    table = torch.full((2, 2), -1e4)
+    table[:, 0] = 0.0
+    windows = {name: torch.ones(1, 4, dtype=torch.long) for name in ("wiki", "c4")}
+    items = {name: [smollm2.Items([], [], [])] for name in windows}
+    held_out = smollm2.Held(windows, items, [table[windows["c4"][0]].half()])
+    row = smollm2.measure(Bigrams(table), held_out, {})
+    assert row["nats_c4"] == [1e4]
+    assert math.isfinite(row["perplexity_c4"])
+
+
+def test_the_gradients_of_samples_are_fishers():
+    """With labels that the model draws the mean of g g^T is diag(p) - p p^T, g of one token."""
+    tokens = 40_000
+    logits = torch.tensor([1.0, 0.0, -1.0]).repeat(1, tokens, 1).requires_grad_()
+    p = torch.tensor([1.0, 0.0, -1.0]).softmax(0)
+
+    def model(input_ids):
+        return SimpleNamespace(logits=logits)
+
+    loss = smollm2.loss_of_samples(model, {"input_ids": torch.zeros(1, tokens)})
+    (gradients,) = torch.autograd.grad(loss, logits)
+    fisher = gradients[0].T @ gradients[0] / tokens
+    torch.testing.assert_close(fisher, p.diag() - torch.outer(p, p), rtol=0, atol=5e-3)
+
+
 def test_the_ranks_of_low_rank_serve_svd_llm():
     data, _ = prepare_smoke(smollm2)
     low_rank, row = methods.compress(data, "low-rank", 0.8, "calibrated", refine=0, heal={})
@@ -398,6 +481,109 @@ def test_standard_errors_stand_beside_tasks():
     standard_error = answers.std() / math.sqrt(40)
     text = "0" * 30 + "1" * 10
     assert smollm2.accuracy_of(text) == f"25.0 ± {100 * standard_error:.1f}"
+
+
+def find_ways(method, keep):
+    return smollm2.list_ways({"method": method, "keep": keep})
+
+
+def test_what_is_kept_of_a_language_model_says_what_is_done_with_it():
+    assert find_ways("dense", 1.0) == ["dense", "int8"]
+    assert find_ways("int8", 1.0) == ["peer"]
+    assert find_ways("SVD-LLM", 0.8) == ["peer"]
+    assert find_ways("SVD-LLM, ranks of low-rank", 0.8) == ["peer"]
+    assert find_ways("low-rank", 0.6) == ["calibrated", "int8", "healed"]
+    assert find_ways("BTT", 0.6) == ["calibrated"]
+    for method, keep in (("dense", 0.8), ("int8", 0.8), ("BTT", 1.0), ("SVD", 1.0)):
+        assert find_ways(method, keep) == []
+
+
+def make_row(method, keep, way, perplexity):
+    """A row whose four windows of each text have one perplexity, so that nothing is uncertain."""
+    nats = [math.log(perplexity)] * 4
+    tasks = {"last word": "0011", "candidates": "0001", "agreement": "1111"}
+    return {
+        "method": method,
+        "keep": keep,
+        "way": way,
+        "perplexity_wiki": perplexity,
+        "nats_wiki": nats,
+        "perplexity_c4": perplexity,
+        "nats_c4": nats,
+        "kl": 0.5,
+        "tasks": tasks,
+        "bytes": 123_400_000,
+        "cpu_seconds": 70.6,
+    }
+
+
+RESULT = {
+    "setting": {"calibration": 16, "context": 1024, "heal_steps": 32, "windows": 4},
+    "rows": [
+        make_row("dense", 1.0, "dense", 10.0),
+        make_row("int8", 1.0, "peer", 10.0),
+        make_row("SVD-LLM", 0.8, "peer", 30.0),
+        make_row("SVD", 0.8, "peer", 50.0),
+        make_row("SVD-LLM, ranks of low-rank", 0.8, "peer", 24.0),
+        make_row("low-rank", 0.8, "calibrated", 20.0),
+        make_row("low-rank", 0.8, "healed", 15.0) | {"heal_seconds": 30.2},
+        make_row("SVD-LLM", 0.6, "peer", 110.0),
+        make_row("BTT", 0.6, "calibrated", 85.0),
+    ],
+}
+
+
+def test_excess_is_shown_of_each_size_against_svd_llm_of_that_size():
+    excess = smollm2.analyse(RESULT["rows"])["excess"]
+    values = {}
+    for keep, ratios in excess.items():
+        for name, ratio in ratios.items():
+            values[keep, name] = ratio["value"]
+    assert values == pytest.approx(
+        {
+            ("0.8", "SVD-LLM"): 1.0,
+            ("0.8", "SVD"): (50 - 10) / (30 - 10),
+            ("0.8", "SVD-LLM, ranks of low-rank"): (24 - 10) / (30 - 10),
+            ("0.8", "low-rank, calibrated"): (20 - 10) / (30 - 10),
+            ("0.8", "low-rank, healed"): (15 - 10) / (30 - 10),
+            ("0.6", "SVD-LLM"): 1.0,
+            ("0.6", "BTT, calibrated"): (85 - 10) / (110 - 10),
+        }
+    )
+    assert smollm2.analyse(RESULT["rows"][1:]) == {}  # without dense
+
+
+def test_the_pages_numbers_are_those_of_the_rows():
+    numbers = smollm2.numbers(RESULT | smollm2.analyse(RESULT["rows"]))
+    assert numbers == {
+        "smollm2.excess": (
+            "0.50 (0.50 to 0.50) at 0.8 (low-rank); 0.75 (0.75 to 0.75) at 0.6 (BTT)"
+        ),
+        "smollm2.healed": "0.25 (0.25 to 0.25) at 0.8 (low-rank)",
+        "smollm2.same_ranks": "0.70 (0.70 to 0.70) at 0.8",
+        "smollm2.calibration": "16,384",
+        "smollm2.healing": "32,768",
+        "smollm2.windows": "4",
+        "smollm2.words": "4",
+        "smollm2.candidates": "4",
+        "smollm2.agreement": "4",
+    }
+
+
+def test_a_line_has_perplexities_accuracies_megabytes_and_seconds():
+    cells = {}
+    for line in smollm2.markdown(RESULT, 0.8).splitlines():
+        name, *cells_of_line = [cell.strip() for cell in line.strip("|").split("|")]
+        cells[name] = cells_of_line
+    assert cells[""] == [
+        *("Wikipedia", "C4", "last word, %", "candidates, %", "agreement, %", "MB", "CPU s")
+    ]
+    # the standard error of a share p of 4 answers is sqrt(p (1 - p) / 3)
+    tasks = ["50.0 ± 28.9", "25.0 ± 25.0", "100.0 ± 0.0"]
+    assert cells["dense"] == ["10.0", "10.0", *tasks, "123", "71"]
+    assert cells["SVD-LLM"] == ["30.0 ± 0 %", "30.0 ± 0 %", *tasks, "123", "71"]
+    assert cells["low-rank, healed"] == ["15.0 ± 0 %", "15.0 ± 0 %", *tasks, "123", "101"]
+    assert cells["BTT, calibrated"] == ["not measured", *"------"]  # there is only .6
 
 
 def test_a_row_that_is_missing_is_said_to_be():
