@@ -79,6 +79,63 @@ def test_a_piece_ends_when_its_minutes_are_over_and_the_next_goes_on(dense_and_t
     assert second.step == RECIPE.steps
 
 
+def test_a_state_is_written_as_often_as_the_piece_says(dense_and_text, tmp_path, monkeypatch):
+    dense, text = dense_and_text
+    written = []
+    monkeypatch.setattr(heal, "save_state", lambda path, state: written.append(state["step"]))
+    often = start(dense)
+    list(heal.heal(often, text, tmp_path / "often.pt", heal.Piece(save_minutes=0)))
+    # the start, every step, and the end of the piece
+    assert written == [0, 1, 2, 3, 4, 5, 6, 6]
+
+    written.clear()
+    seldom = start(dense)
+    list(heal.heal(seldom, text, tmp_path / "seldom.pt", heal.Piece(save_minutes=60)))
+    assert written == [0, 2, 4, 6, 6]  # with each judgement
+
+
+def test_a_point_of_the_curve_is_told_after_its_state_is_written(dense_and_text, tmp_path):
+    dense, text = dense_and_text
+    path = tmp_path / "state.pt"
+    for row in heal.heal(start(dense), text, path, heal.Piece()):
+        state = torch.load(path)
+        assert state["step"] == row["step"]
+        assert state["curve"][-1] == row
+
+
+def test_seconds_of_the_pieces_add_up(dense_and_text, tmp_path):
+    dense, text = dense_and_text
+    first = start(dense)
+    first.take_step(text.windows)
+    assert first.seconds > 0
+    first.seconds = 1000.0
+    second = start(dense)
+    second.load_state_dict(first.state_dict())
+    second.take_step(text.windows)
+    assert second.seconds > 1000.0
+    second.judge(text.held_out, loss=0.5)
+    row = second.curve[-1]
+    assert row["seconds"] == round(second.seconds, 1)
+    assert row["loss"] == 0.5
+    assert row["tokens"] == 2 * 2 * 24  # two steps of two windows of 24
+
+
+@pytest.mark.filterwarnings("ignore:these layers grow", "ignore:compress")  # so small
+def test_the_same_command_goes_on_where_the_last_one_ended(tmp_path, capsys):
+    command = ["--smoke", "--states", str(tmp_path / "states"), "--out", str(tmp_path)]
+    started = heal.main([*command, "--minutes", "0"])
+    assert started.step == 0
+    finished = heal.main(command)
+    assert finished.step == 6
+    assert len([*(tmp_path / "states").iterdir()]) == 1
+    result = json.loads((tmp_path / "heal.json").read_text())
+    (row,) = result["rows"]
+    assert [point["step"] for point in row["curve"]] == [0, 2, 4, 6]
+    assert row["curve"][0] == started.curve[0]
+    assert row["seconds"] == round(finished.seconds, 1)
+    assert "6 of 6 steps, 288 tokens" in capsys.readouterr().out
+
+
 # ---- states --------------------------------------------------------------------------------------
 
 
@@ -129,6 +186,14 @@ def test_a_state_of_another_recipe_is_refused_and_nothing_is_changed(dense_and_t
     pairs = zip(healing.model.parameters(), before, strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert heal.folder_of(heal.STATES, RECIPE) != heal.folder_of(heal.STATES, other.recipe)
+
+
+def test_a_state_of_another_model_is_refused(dense_and_text):
+    dense, _ = dense_and_text
+    state = start(dense).state_dict()
+    state["parameters"].popitem()
+    with pytest.raises(ValueError, match="another model: its parameters have other names"):
+        start(dense).load_state_dict(state)
 
 
 # ---- the recipe ----------------------------------------------------------------------------------
@@ -200,6 +265,79 @@ def test_the_loss_is_torchs_divergence_of_softened_distributions(temperature):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def test_a_step_lowers_the_mean_divergence_of_its_windows_from_the_dense_model(dense_and_text):
+    dense, text = dense_and_text
+    healing = start(dense, replace(RECIPE, bf16=False))
+    windows = heal.take_batch(text.windows, 2, 0)  # (2, context)
+    with torch.no_grad():
+        log_p = dense(windows).logits.log_softmax(-1).flatten(0, 1)
+        log_q = healing.model(windows).logits.log_softmax(-1).flatten(0, 1)
+    expected = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+    assert healing.take_step(text.windows) == pytest.approx(expected.item(), rel=1e-4)
+
+    # the gradients are those of both windows
+    healing = start(dense, replace(RECIPE, bf16=False))
+    log_q = healing.model(windows).logits.log_softmax(-1).flatten(0, 1)
+    F.kl_div(log_q, log_p, log_target=True, reduction="batchmean").backward()
+    expected = {n: p.grad for n, p in healing.model.named_parameters() if p.requires_grad}
+    healing = start(dense, replace(RECIPE, bf16=False))
+    healing.take_step(text.windows)
+    for name, parameter in healing.model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_changes_nothing(dense_and_text):
+    dense, text = dense_and_text
+    broken = copy.deepcopy(dense)
+    broken.model.norm.weight.data.fill_(math.nan)
+    healing = start(dense)
+    healing.teacher = broken
+    before = copy.deepcopy(healing.model.state_dict())
+    with pytest.raises(FloatingPointError, match=r"the loss of step 1 is nan: lr=0\.0001 is too"):
+        healing.take_step(text.windows)
+    assert healing.step == 0
+    for name, value in healing.model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, before[name])
+
+
+def find_group(healing, name):
+    """The group of the optimizer that holds a parameter."""
+    for group in healing.optimizer.param_groups:
+        if name in group["param_names"]:
+            return group
+    raise ValueError(name)
+
+
+CORE = "model.layers.0.mlp.up_proj.cores.0"
+NORM = "model.norm.weight"
+
+
+def test_adamw_has_the_recipes_rate_betas_and_no_decay(dense_and_text):
+    dense, _ = dense_and_text
+    healing = start(dense, replace(RECIPE, lr=1e-3, tokens=50 * 48))
+    assert healing.recipe.steps == 50
+    for name in (CORE, NORM):
+        group = find_group(healing, name)
+        # round(.05 * 50) = 2 steps of warm-up, so the first has half of the rate
+        assert group["lr"] == pytest.approx(0.5 * 1e-3)
+        assert group["betas"] == (0.9, 0.95)
+        assert group["weight_decay"] == 0
+    assert find_group(healing, NORM)["lr_mult"] == 1
+
+
+def test_muon_has_a_hundred_times_the_rate_on_cores_and_the_rate_itself_on_norms(dense_and_text):
+    dense, _ = dense_and_text
+    healing = start(dense, replace(RECIPE, lr=1e-3, optimizer="muon"))
+    # six steps have a warm-up of one, so the first has the whole rate
+    core_group = find_group(healing, CORE)
+    norm_group = find_group(healing, NORM)
+    assert core_group["kind"] == "matrix"
+    assert core_group["lr"] * core_group["lr_mult"] == pytest.approx(0.1)
+    assert norm_group["lr"] * norm_group["lr_mult"] == pytest.approx(1e-3)
+
+
 def test_cores_and_norms_learn_and_the_embedding_and_the_teacher_stay(dense_and_text):
     dense, text = dense_and_text
     healing = start(dense)
@@ -244,3 +382,40 @@ def test_the_curves_of_other_recipes_stay_in_the_result(dense_and_text, tmp_path
     assert rows[1]["recipe"] == asdict(RECIPE)
     assert heal.markdown({"rows": rows}).count("\n") == 3
     assert "not measured" in heal.markdown({"rows": []})
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def make_point(tokens, nats, seconds):
+    texts = {"perplexity_wiki": 20.0, "nats_wiki": nats, "perplexity_c4": 40.0, "nats_c4": nats}
+    return {"tokens": tokens, "seconds": seconds, **texts}
+
+
+def test_the_page_has_a_line_for_each_point_of_each_curve():
+    dense = {"wiki": [1.0, 2.0, 3.0], "c4": [1.0, 2.0, 3.0]}
+    # the differences from dense are .4, .5, .6: their standard deviation is .1, and Student's
+    # 97.5 % quantile with 2 degrees of freedom is 4.302653
+    reach = 100 * math.expm1(4.302653 * 0.1 / math.sqrt(3))
+    unequal = [1.4, 2.5, 3.6]
+    equal = [1.5, 2.5, 3.5]
+    half = {
+        "recipe": asdict(heal.Recipe()),
+        "step": 488,
+        "steps": 976,
+        "dense": dense,
+        "curve": [make_point(0, unequal, 0.0), make_point(999_424, equal, 3599.6)],
+    }
+    whole = half | {"recipe": asdict(heal.Recipe(family="BTT", keep=0.6)), "step": 976}
+    lines = heal.markdown({"rows": [half, whole]}).splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    name = "low-rank, keep 0.8, adamw (on its way, 999,424 of 2,000,000 tokens)"
+    before = ["0", f"20.0 ± {reach:.0f} %", f"40.0 ± {reach:.0f} %", "0"]
+    after = ["999,424", "20.0 ± 0 %", "40.0 ± 0 %", "3600"]
+    assert table[0] == ["", "tokens", "Wikipedia", "C4", "s"]
+    assert table[2:] == [
+        [name, *before],
+        [name, *after],
+        ["BTT, keep 0.6, adamw", *before],
+        ["BTT, keep 0.6, adamw", *after],
+    ]
