@@ -465,10 +465,10 @@ def test_intervals_stand_beside_perplexity():
     # each window lost as much
     assert smollm2.perplexity_of(row, dense, "c4") == "12.0 ± 0 %"
 
-    # the differences .4, .5, .6 have the standard deviation .1; Student's t with 2 degrees of
+    # the differences .3, .5, .7 have the standard deviation .2; Student's t with 2 degrees of
     # freedom has the 97.5 % quantile 4.302653
-    row["nats_c4"] = [1.4, 2.5, 3.6]
-    reach = 4.302653 * 0.1 / math.sqrt(3)
+    row["nats_c4"] = [1.3, 2.5, 3.7]
+    reach = 4.302653 * 0.2 / math.sqrt(3)
     assert smollm2.perplexity_of(row, dense, "c4") == f"12.0 ± {100 * math.expm1(reach):.0f} %"
 
     # dense itself has no interval
@@ -627,6 +627,52 @@ def test_the_share_of_denses_accuracy_is_of_the_same_images():
     assert dinov2.compare(row, dense, "right_probe")["value"] == pytest.approx(2 / 3)
 
 
+class Pixels(nn.Module):
+    """A vision model whose tokens are the pixels of the image."""
+
+    def forward(self, pixel_values):
+        return SimpleNamespace(last_hidden_state=pixel_values.flatten(2).transpose(1, 2))
+
+
+def find_features(images):
+    """The oracle: (n, 6), the first pixel and the mean of the others, each of unit length."""
+    rows = []
+    for image in images:
+        # ImageNet's means and deviations of red, green, blue; a grey image has all three alike
+        grey = image.flatten().double()[:, None] / 255  # (pixels, 1)
+        mean = torch.tensor([0.485, 0.456, 0.406])
+        deviation = torch.tensor([0.229, 0.224, 0.225])
+        tokens = (grey - mean) / deviation  # (pixels, 3)
+        first = tokens[0]
+        others = tokens[1:].mean(0)
+        rows.append(torch.cat([first / first.norm(), others / others.norm()]))
+    return torch.stack(rows).float()
+
+
+def test_an_images_features_are_its_class_token_and_the_mean_of_the_others():
+    images = torch.randint(256, (70, 4, 4), dtype=torch.uint8)  # more than a batch of 64
+    features = dinov2.take_features(Pixels(), images, side=4)
+    torch.testing.assert_close(features, find_features(images), rtol=1e-4, atol=1e-5)
+
+
+def test_a_row_has_the_share_of_images_that_are_right_and_the_change_of_the_features():
+    # black and white images, half of them with the wrong class in the test
+    black = torch.zeros(8, 4, 4, dtype=torch.uint8)
+    images = torch.cat([black, black + 255])
+    classes = torch.tensor([0] * 8 + [1] * 8)
+    test_classes = classes.clone()
+    test_classes[4:8] = 1
+    features = find_features(images)
+    held_out = dinov2.Held((images, classes), (images, test_classes), features * 1.25)
+    row = dinov2.measure(Pixels(), held_out, {"side": 4})
+    assert row["neighbours"] == 0.75
+    assert row["probe"] == 0.75
+    assert row["right_neighbours"] == "1111" + "0000" + "1" * 8
+    assert row["right_probe"] == row["right_neighbours"]
+    # ||f - 1.25 f|| / ||1.25 f||
+    assert row["change"] == pytest.approx(0.25 / 1.25, rel=1e-4)
+
+
 class TwoLayers(nn.Module):
     """`W (V x)`, where V is to be compressed and W is not."""
 
@@ -685,6 +731,55 @@ def test_what_classifies_and_heals_was_not_measured_on(monkeypatch):
     assert take_texts(data.heldout) == set(texts[-64:])
     assert take_texts(data.calibration) == set(texts[:96])
     assert take_texts(data.healing) == set(texts[:-128])
+
+
+def test_an_embedding_is_the_mean_over_a_sentences_tokens_without_padding():
+    model, tokenize = minilm.random_encoder()
+    texts = ["A fox.", "An owl sits on the hill.", "So."]
+    embeddings = minilm.embed(model, [tokenize(texts[:2]), tokenize(texts[2:])])
+    assert embeddings.shape == (3, 32)
+    for embedding, text in zip(embeddings, texts, strict=True):
+        ids = torch.tensor([[ord(letter) for letter in text]])
+        with torch.no_grad():
+            hidden = model(input_ids=ids).last_hidden_state[0]  # (tokens, width)
+        mean = hidden.mean(0)
+        torch.testing.assert_close(embedding, mean / mean.norm(), rtol=1e-4, atol=1e-5)
+
+
+def test_the_nearest_neighbour_of_a_sentence_is_another_one():
+    # unit vectors at 0, 10, 30 and 95 degrees
+    angles = torch.tensor([0.0, 10.0, 30.0, 95.0]) * math.pi / 180
+    embeddings = torch.stack([angles.cos(), angles.sin()], 1)
+    assert minilm.neighbours(embeddings).tolist() == [1, 0, 1, 2]
+
+
+def test_an_encoder_is_measured_by_its_change_from_the_one_before():
+    model, tokenize = minilm.random_encoder()
+    data = minilm.Sentences(model, tokenize, n=64, calibration=96)
+    row = data.measure(model)
+    assert row["cosine"] == pytest.approx(1)
+    assert row["cosine_p5"] == pytest.approx(1)
+    assert row["same_neighbour"] == 1
+
+    # another encoder, of 64 held-out sentences that were embedded before in the same order
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data += 0.3 * parameter.std() * torch.randn_like(parameter)
+    row = data.measure(model)
+    after = minilm.embed(model, data.heldout)
+    cosines = torch.cosine_similarity(data.before, after).double()
+    assert row["cosine"] == pytest.approx(cosines.mean().item(), rel=1e-5)
+    # the 5 % quantile of 64 numbers lies at place .05 * 63 = 3.15 of the sorted ones
+    fourth, fifth = cosines.sort().values[3:5].tolist()
+    assert row["cosine_p5"] == pytest.approx(0.85 * fourth + 0.15 * fifth, rel=1e-5)
+    same = 0
+    for n in range(64):
+        others = [m for m in range(64) if m != n]
+        before = max(others, key=lambda m: float(data.before[n] @ data.before[m]))
+        nearest = max(others, key=lambda m: float(after[n] @ after[m]))
+        same += before == nearest
+    assert row["same_neighbour"] == pytest.approx(same / 64)
+    assert 0 < same < 64
 
 
 def test_what_is_kept_of_an_encoder_says_what_is_done_with_it():

@@ -394,10 +394,10 @@ def make_point(tokens, nats, seconds):
 
 def test_the_page_has_a_line_for_each_point_of_each_curve():
     dense = {"wiki": [1.0, 2.0, 3.0], "c4": [1.0, 2.0, 3.0]}
-    # the differences from dense are .4, .5, .6: their standard deviation is .1, and Student's
+    # the differences from dense are .3, .5, .7: their standard deviation is .2, and Student's
     # 97.5 % quantile with 2 degrees of freedom is 4.302653
-    reach = 100 * math.expm1(4.302653 * 0.1 / math.sqrt(3))
-    unequal = [1.4, 2.5, 3.6]
+    reach = 100 * math.expm1(4.302653 * 0.2 / math.sqrt(3))
+    unequal = [1.3, 2.5, 3.7]
     equal = [1.5, 2.5, 3.5]
     half = {
         "recipe": asdict(heal.Recipe()),

@@ -40,6 +40,11 @@ def test_the_dense_model_has_one_row_and_every_method_one_for_each_share_and_cou
     assert sorted(smaller) == sorted(expected)
 
 
+def test_in_a_smoke_run_too_the_dense_model_has_one_row_at_the_fewest_tokens():
+    assert tokens.is_run({"family": "dense", "keep": 1.0, "tokens": 96})
+    assert not tokens.is_run({"family": "dense", "keep": 1.0, "tokens": 192})
+
+
 # ---- a row ---------------------------------------------------------------------------------------
 
 
@@ -184,14 +189,14 @@ def test_a_page_has_a_line_for_each_method_and_share_and_a_column_for_each_count
     dense = make_row("dense", 1.0, 4096, 9.96, [1.0, 2.0, 3.0])
     rows = [
         dense,
-        # the differences from dense are .4, .5, .6: their standard deviation is .1, and Student's
+        # the differences from dense are .3, .5, .7: their standard deviation is .2, and Student's
         # 97.5 % quantile with 2 degrees of freedom is 4.302653
-        make_row("SVD-LLM", 0.6, 16384, 20.0, [1.4, 2.5, 3.6]),
+        make_row("SVD-LLM", 0.6, 16384, 20.0, [1.3, 2.5, 3.7]),
         make_row("SVD-LLM", 0.8, 4096, 12.34, [1.5, 2.5, 3.5]),
         make_row("SVD-LLM, ranks of low-rank", 0.8, 16384, 11.0, [1.1, 2.1, 3.1]),
         make_row("BTT", 0.8, 4096, 13.0, [1.2, 2.2, 3.2]),
     ]
-    reach = 100 * math.expm1(4.302653 * 0.1 / math.sqrt(3))
+    reach = 100 * math.expm1(4.302653 * 0.2 / math.sqrt(3))
     missing = "not measured"
 
     lines = tokens.show_wiki({"rows": rows}).splitlines()
