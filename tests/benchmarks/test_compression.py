@@ -3,6 +3,7 @@
 import math
 import random
 import re
+from dataclasses import dataclass
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ pytest.importorskip("sklearn")
 pytest.importorskip("matplotlib")
 
 from benchmarks.compression import dinov2, methods, minilm, peers, smollm2
+from tests.tables import read_table
 
 
 def read_smoke_sizes(program):
@@ -354,49 +356,69 @@ class Bigrams(nn.Module):
         return SimpleNamespace(logits=self.table[input_ids])
 
 
-def test_a_row_has_the_nats_of_every_window_and_the_answers_in_their_order():
+@dataclass(frozen=True)
+class Measured:
+    """A model of bigrams, what was held out, and what `measure` says of it."""
+
+    dense: Bigrams
+    model: Bigrams
+    windows: dict[str, torch.Tensor]
+    items: dict[str, list[smollm2.Items]]
+    row: dict
+
+
+@pytest.fixture(scope="module")
+def measured():
     torch.manual_seed(0)
     size = len(VOCABULARY)
     dense = Bigrams(torch.randn(size, size))
     model = Bigrams(torch.randn(size, size))
-    context = len(find_ids(SENTENCES))
-    # each window has the sentences behind some other tokens, so it asks for something
+    # each window has some tokens and the sentences, so it asks for something
+    sentences = torch.tensor(find_ids(SENTENCES)).repeat(5, 1)
     windows = {}
-    for name in ("wiki", "c4"):
-        others = torch.randint(size, (5, 6))
-        sentences = torch.tensor(find_ids(SENTENCES)).expand(5, context)
-        windows[name] = torch.cat([others, sentences], 1)
     items = {}
-    for name, rows in windows.items():
-        items[name] = [smollm2.make_items(ids.tolist(), VOCABULARY) for ids in rows]
+    for name in ("wiki", "c4"):
+        windows[name] = torch.cat([torch.randint(size, (5, 6)), sentences], 1)
+        items[name] = [smollm2.make_items(ids.tolist(), VOCABULARY) for ids in windows[name]]
     # the divergence is of windows 0, 4, ... of C4
     judged = [dense.table[windows["c4"][n]].half() for n in (0, 4)]
     row = smollm2.measure(model, smollm2.Held(windows, items, judged), {})
+    return Measured(dense, model, windows, items, row)
 
-    for name, rows in windows.items():
-        log_p = model.table.double().log_softmax(-1)
-        nats = [-log_p[ids[:-1], ids[1:]].mean().item() for ids in rows]
-        assert row[f"nats_{name}"] == pytest.approx(nats, abs=1e-5)
-        assert row[f"perplexity_{name}"] == pytest.approx(math.exp(sum(nats) / 5), rel=1e-4)
 
+def test_a_row_has_the_nats_of_every_window_and_their_perplexity(measured):
+    log_p = measured.model.table.double().log_softmax(-1)  # (last token, next token)
+    for name, windows in measured.windows.items():
+        nats = [-log_p[ids[:-1], ids[1:]].mean().item() for ids in windows]
+        assert measured.row[f"nats_{name}"] == pytest.approx(nats, abs=1e-5)
+        perplexity = math.exp(sum(nats) / 5)
+        assert measured.row[f"perplexity_{name}"] == pytest.approx(perplexity, rel=1e-4)
+
+
+def test_a_row_has_the_divergence_from_dense_on_each_fourth_window_of_c4(measured):
+    log_p = measured.dense.table.log_softmax(-1)
+    log_q = measured.model.table.log_softmax(-1)
     divergences = []
     for n in (0, 4):
-        ids = windows["c4"][n]
-        log_p = dense.table[ids].log_softmax(-1)
-        log_q = model.table[ids].log_softmax(-1)
-        divergences.append(F.kl_div(log_q, log_p, log_target=True, reduction="batchmean").item())
-    assert row["kl"] == pytest.approx(sum(divergences) / 2, rel=1e-2)  # the dense are in float16
+        ids = measured.windows["c4"][n]
+        kl = F.kl_div(log_q[ids], log_p[ids], log_target=True, reduction="batchmean")
+        divergences.append(kl.item())
+    # the logits of dense are kept in float16
+    assert measured.row["kl"] == pytest.approx(sum(divergences) / 2, rel=1e-2)
 
-    likeliest = model.table.argmax(-1)
-    expected = ""
+
+def test_a_row_has_the_answers_of_wikipedias_windows_and_then_of_c4s(measured):
+    likeliest = measured.model.table.argmax(-1)
+    last_words = ""
+    agreements = 0
     for name in ("wiki", "c4"):
-        for ids, item in zip(windows[name], items[name], strict=True):
-            for word in item.words:
+        for ids, items in zip(measured.windows[name], measured.items[name], strict=True):
+            agreements += len(items.agreement)
+            for word in items.words:
                 is_right = likeliest[ids[word.start - 1]] == ids[word.start]
-                expected += "1" if is_right else "0"
-    assert row["tasks"]["last word"] == expected
-    agreements = sum(len(item.agreement) for item in (*items["wiki"], *items["c4"]))
-    assert len(row["tasks"]["agreement"]) == agreements > 20
+                last_words += "1" if is_right else "0"
+    assert measured.row["tasks"]["last word"] == last_words
+    assert len(measured.row["tasks"]["agreement"]) == agreements > 20
 
 
 def test_a_model_that_is_ruined_has_a_perplexity_that_is_finite():
@@ -572,9 +594,8 @@ def test_the_pages_numbers_are_those_of_the_rows():
 
 def test_a_line_has_perplexities_accuracies_megabytes_and_seconds():
     cells = {}
-    for line in smollm2.markdown(RESULT, 0.8).splitlines():
-        name, *cells_of_line = [cell.strip() for cell in line.strip("|").split("|")]
-        cells[name] = cells_of_line
+    for name, *numbers in read_table(smollm2.markdown(RESULT, 0.8)):
+        cells[name] = numbers
     assert cells[""] == [
         *("Wikipedia", "C4", "last word, %", "candidates, %", "agreement, %", "MB", "CPU s")
     ]
@@ -587,9 +608,9 @@ def test_a_line_has_perplexities_accuracies_megabytes_and_seconds():
 
 
 def test_a_row_that_is_missing_is_said_to_be():
-    _head, _rule, *lines = smollm2.markdown({"rows": [], "setting": {}}, 0.8).splitlines()
+    _, *lines = read_table(smollm2.markdown({"rows": [], "setting": {}}, 0.8))
     assert len(lines) == 15
-    assert all("not measured" in line for line in lines)
+    assert all(line[1] == "not measured" for line in lines)
 
 
 # ---- the vision transformer ----------------------------------------------------------------------

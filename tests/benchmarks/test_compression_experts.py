@@ -13,6 +13,7 @@ pytest.importorskip("transformers", minversion="5")
 pytest.importorskip("matplotlib")
 
 from benchmarks.compression import experts
+from tests.tables import read_table
 
 EXPERTS = "model.layers.0.mlp.experts"  # of a mixture of one layer
 
@@ -265,9 +266,8 @@ def test_the_page_compares_our_divergence_with_that_of_the_best_peer():
 
 def test_a_line_of_the_page_has_what_a_method_keeps_and_loses():
     cells = {}
-    for line in experts.show_table(make_result()).splitlines():
-        name, *cells_of_line = [cell.strip() for cell in line.strip("|").split("|")]
-        cells[name] = cells_of_line
+    for name, *numbers in read_table(experts.show_table(make_result())):
+        cells[name] = numbers
     heads = ["kept (50%)", "perplexity", "divergence", "kept (25%)", "perplexity", "divergence"]
     assert cells[""] == [*heads, "CPU s"]
     whole = ["100.0%", "3.00 ± 0.25", "0.0000 ± 0.1250"]

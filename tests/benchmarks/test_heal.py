@@ -14,6 +14,7 @@ pytest.importorskip("matplotlib")
 
 from benchmarks.compression import heal, smollm2
 from structlin import LowRank, convert
+from tests.tables import read_table
 
 RECIPE = heal.Recipe(**heal.SMOKE)
 
@@ -407,13 +408,11 @@ def test_the_page_has_a_line_for_each_point_of_each_curve():
         "curve": [make_point(0, unequal, 0.0), make_point(999_424, equal, 3599.6)],
     }
     whole = half | {"recipe": asdict(heal.Recipe(family="BTT", keep=0.6)), "step": 976}
-    lines = heal.markdown({"rows": [half, whole]}).splitlines()
-    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     name = "low-rank, keep 0.8, adamw (on its way, 999,424 of 2,000,000 tokens)"
     before = ["0", f"20.0 ± {reach:.0f} %", f"40.0 ± {reach:.0f} %", "0"]
     after = ["999,424", "20.0 ± 0 %", "40.0 ± 0 %", "3600"]
-    assert table[0] == ["", "tokens", "Wikipedia", "C4", "s"]
-    assert table[2:] == [
+    assert read_table(heal.markdown({"rows": [half, whole]})) == [
+        ["", "tokens", "Wikipedia", "C4", "s"],
         [name, *before],
         [name, *after],
         ["BTT, keep 0.6, adamw", *before],
