@@ -360,26 +360,7 @@ def numbers(result: Row) -> dict[str, str]:
     for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
         budget = name_flops(row["budget"])
         texts[f"iso.{row['optimizer']}_{budget}"] = in_words(row["above"])
-    return texts | numbers_of_the_largest_budget(result) | numbers_of_a_longer_run(result)
-
-
-def numbers_of_the_largest_budget(result: Row) -> dict[str, str]:
-    """The same at the largest budget at which every optimizer has more than one seed, under names
-    such as "iso.adamw"."""
-    rows = select(compare(result["table"]), setup="Python", kind="BTT r=4")
-    above = {
-        (row["optimizer"], row["budget"]): row["above"] for row in rows if len(row["above"]) > 1
-    }
-    optimizers = {optimizer for optimizer, _ in above}
-    budget = max(
-        budget
-        for _, budget in above
-        if all((optimizer, budget) in above for optimizer in optimizers)
-    )
-    texts = {"iso.budget": name_flops(budget)}
-    for optimizer in optimizers:
-        texts[f"iso.{optimizer.lower()}"] = in_words(above[optimizer, budget])
-    return texts
+    return texts | numbers_of_a_longer_run(result)
 
 
 def in_words(above: Sequence[float]) -> str:
