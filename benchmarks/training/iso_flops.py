@@ -8,10 +8,12 @@ Every run of a budget takes the same FLOPs: a narrower model makes more steps. A
 along `WIDTHS` until the best one has both its neighbours, so each kind is compared at its own best
 width and length. The models, the data and the starts are those of `gpt_seconds`.
 
-Kinds: "dense"; "BTT r=4" and the like, with structured MLPs (SiLU between the cores) and attention;
-"BTT r=4, wide MLPs", whose MLPs are structured with hidden layers of eight times the width, and
-whose attention is dense; "BTT r=2, 2 of 8 experts", whose every linear layer is a mixture of such
-matrices, of which each token takes two (arXiv:2410.02117).
+Kinds: "dense"; "dense, weight norm", with the weight normalisation that structured models of
+characters have; "BTT r=4" and the like, with structured MLPs (SiLU between the cores) and
+attention; "BTT r=4 in MLPs", whose attention is dense; "BTT r=4, wide MLPs", the same with hidden
+layers of eight times the width; "BTT r=2, 2 of 8 experts", whose every linear layer is a mixture of
+such matrices, of which each token takes two (arXiv:2410.02117). Structured kinds are compared with
+the dense kind that has the lower loss.
 
 Rates are searched by factors of 2 at the budgets up to 5e12, first at the width where the search
 begins, then again at the best width. From there the library's own rules carry them (muP from dense
@@ -38,7 +40,7 @@ from benchmarks.harness.experiment import Axis, Experiment, Row, Runs
 from benchmarks.harness.statistics import log_loss, select
 from benchmarks.harness.tasks import Batch
 from benchmarks.training import gpt_seconds, iso_report, mixtures
-from benchmarks.training.iso_report import CELL, best_of, kind_of
+from benchmarks.training.iso_report import CELL, NORMALISED, best_of, kind_of
 from examples.moe import BALANCE
 from structlin import BTT
 from structlin.optim._soap import Eigenbases
@@ -56,15 +58,18 @@ STRUCTURED = {  # ranks in MLPs and in attention; None: dense
     "BTT r=4": (4, 4),
     "BTT r=2": (2, 2),
     "BTT r=1": (1, 1),
+    "BTT r=4 in MLPs": (4, None),
     "BTT r=4, wide MLPs": (4, None),
 }
 MIXED = {"BTT r=2, 2 of 8 experts": 2, "BTT r=4, 2 of 8 experts": 4}  # the rank of an expert
 EXPERTS = {"experts": 8, "top_k": 2}
 START_WIDTHS = {  # where the search begins at the smallest budget
     "dense": 64,
+    "dense, weight norm": 64,
     "BTT r=4": 96,
     "BTT r=2": 128,
     "BTT r=1": 160,
+    "BTT r=4 in MLPs": 64,
     "BTT r=4, wide MLPs": 64,
     "BTT r=2, 2 of 8 experts": 64,
     "BTT r=4, 2 of 8 experts": 64,
@@ -98,6 +103,9 @@ def build(setup: str, kind: str, width: int, seed: int, sizes: Row, device: str)
     if kind == "dense":
         structure = None if start.zero else structlin.Dense()
         return models.build(task, width, structure, seed, device, **gpt_seconds.PLAIN)
+    if kind == NORMALISED:
+        options = gpt_seconds.PLAIN | {"weight_norm": True}
+        return models.build(task, width, structlin.Dense(), seed, device, **options)
     if kind in MIXED:
         model = models.build(task, width, None, seed, device, **gpt_seconds.PLAIN)
         return mix(model, MIXED[kind], start.weight_norm, device)
@@ -346,7 +354,7 @@ def is_planned(cell: Row) -> bool:
     if cell["budget"] > 2e13:
         return characters and cell["kind"] in best_kinds and cell["optimizer"] != "Muon"
     if cell["budget"] > LARGEST_OF_ALL_KINDS:
-        return cell["kind"] in best_kinds
+        return cell["kind"] in (*best_kinds, NORMALISED, "BTT r=4 in MLPs")
     return cell["kind"] not in MIXED or (characters and cell["optimizer"] == "AdamW")
 
 
@@ -433,7 +441,7 @@ EXPERIMENT = Experiment(
     axes={
         "setup": ["Python", "Wikipedia"],
         "optimizer": [*RECIPES],
-        "kind": ["dense", *STRUCTURED, *MIXED],
+        "kind": [*iso_report.DENSE, *STRUCTURED, *MIXED],
         "budget": [2.5e11, 1e12, 5e12, 2e13, 8e13],
         "width": [],
         "lr": [],
