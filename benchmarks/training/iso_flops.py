@@ -10,10 +10,11 @@ width and length. The models, the data and the starts are those of `gpt_seconds`
 
 Kinds: "dense"; "dense, weight norm", with the weight normalisation that structured models of
 characters have; "BTT r=4" and the like, with structured MLPs (SiLU between the cores) and
-attention; "BTT r=4 in MLPs", whose attention is dense; "BTT r=4, wide MLPs", the same with hidden
-layers of eight times the width; "BTT r=2, 2 of 8 experts", whose every linear layer is a mixture of
-such matrices, of which each token takes two (arXiv:2410.02117). Structured kinds are compared with
-the dense kind that has the lower loss.
+attention; "BTT r=4 in MLPs", whose attention stays as it is in "dense"; "BTT r=4, wide MLPs", with
+hidden layers of eight times the width, and attention of dense layers with weight normalisation;
+"BTT r=2, 2 of 8 experts", whose every linear layer is a mixture of such matrices, of which each
+token takes two (arXiv:2410.02117). Structured kinds are compared with the dense kind that has the
+lower loss.
 
 Rates are searched by factors of 2 at the budgets up to 5e12, first at the width where the search
 begins, then again at the best width. From there the library's own rules carry them (muP from dense
@@ -58,9 +59,9 @@ STRUCTURED = {  # ranks in MLPs and in attention; None: dense
     "BTT r=4": (4, 4),
     "BTT r=2": (2, 2),
     "BTT r=1": (1, 1),
-    "BTT r=4 in MLPs": (4, None),
     "BTT r=4, wide MLPs": (4, None),
 }
+MLPS_ALONE = {"BTT r=4 in MLPs": 4}  # the rank
 MIXED = {"BTT r=2, 2 of 8 experts": 2, "BTT r=4, 2 of 8 experts": 4}  # the rank of an expert
 EXPERTS = {"experts": 8, "top_k": 2}
 START_WIDTHS = {  # where the search begins at the smallest budget
@@ -109,11 +110,16 @@ def build(setup: str, kind: str, width: int, seed: int, sizes: Row, device: str)
     if kind in MIXED:
         model = models.build(task, width, None, seed, device, **gpt_seconds.PLAIN)
         return mix(model, MIXED[kind], start.weight_norm, device)
+    options: Row = {"weight_norm": start.weight_norm}
+    if kind in MLPS_ALONE:
+        structure = BTT(rank=MLPS_ALONE[kind]).activate()
+        options["include"] = "*mlp*"
+        return models.build(task, width, structure, seed, device, **gpt_seconds.PLAIN | options)
     mlp_rank, attention_rank = STRUCTURED[kind]
     attention = structlin.Dense() if attention_rank is None else BTT(rank=attention_rank)
     if kind.endswith("wide MLPs"):
         task = WideMLPs(task)
-    options = {"overrides": {"*attn*": attention}, "weight_norm": start.weight_norm}
+    options["overrides"] = {"*attn*": attention}
     structure = BTT(rank=mlp_rank).activate()
     return models.build(task, width, structure, seed, device, **gpt_seconds.PLAIN | options)
 
@@ -354,7 +360,7 @@ def is_planned(cell: Row) -> bool:
     if cell["budget"] > 2e13:
         return characters and cell["kind"] in best_kinds and cell["optimizer"] != "Muon"
     if cell["budget"] > LARGEST_OF_ALL_KINDS:
-        return cell["kind"] in (*best_kinds, NORMALISED, "BTT r=4 in MLPs")
+        return cell["kind"] in (*best_kinds, NORMALISED, *MLPS_ALONE)
     return cell["kind"] not in MIXED or (characters and cell["optimizer"] == "AdamW")
 
 
@@ -441,7 +447,7 @@ EXPERIMENT = Experiment(
     axes={
         "setup": ["Python", "Wikipedia"],
         "optimizer": [*RECIPES],
-        "kind": [*iso_report.DENSE, *STRUCTURED, *MIXED],
+        "kind": [*iso_report.DENSE, *STRUCTURED, *MLPS_ALONE, *MIXED],
         "budget": [2.5e11, 1e12, 5e12, 2e13, 8e13],
         "width": [],
         "lr": [],

@@ -163,21 +163,16 @@ def test_dense_with_weight_normalisation_has_the_products_of_dense_and_a_gain_fo
         assert layer.gains is not None
 
 
-def test_a_model_with_structure_in_its_mlps_alone_has_dense_attention():
+def test_a_model_with_structure_in_its_mlps_alone_has_the_attention_of_the_dense_model():
     sizes = iso_flops.EXPERIMENT.sizes
-    model = iso_flops.build("Python", "BTT r=4 in MLPs", 64, 0, sizes, "cpu")
-    labels = {
-        name: layer.label
-        for name, layer in model.blocks[0].named_modules()
-        if hasattr(layer, "label")
-    }
-    assert labels == {
-        "attn.c_attn": "Dense()",
-        "attn.c_proj": "Dense()",
-        "mlp.c_fc": "BTT(rank=4), silu",
-        "mlp.c_proj": "BTT(rank=4), silu",
-    }
-    assert model.blocks[0].mlp.c_fc.out_features == 4 * 64  # not the wide one
+    ours = iso_flops.build("Python", "BTT r=4 in MLPs", 64, 0, sizes, "cpu").blocks[0]
+    dense = iso_flops.build("Python", "dense", 64, 0, sizes, "cpu").blocks[0]
+    for name, weight in dense.attn.state_dict().items():
+        assert torch.equal(ours.attn.state_dict()[name], weight)
+    for layer, widths in ((ours.mlp.c_fc, (64, 256)), (ours.mlp.c_proj, (256, 64))):
+        assert layer.label == "BTT(rank=4), silu"
+        assert (layer.in_features, layer.out_features) == widths
+        assert layer.gains is not None
 
 
 def test_equal_seconds_use_as_many_seeds_as_denses_front_has_there():
