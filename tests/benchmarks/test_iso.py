@@ -144,6 +144,8 @@ def test_the_large_budgets_are_for_the_two_kinds_that_are_compared_there():
     assert not iso_flops.is_planned(cell | {"budget": 2e13})
     assert iso_flops.is_planned(cell | {"budget": 2e13, "kind": "dense, weight norm"})
     assert not iso_flops.is_planned(cell | {"budget": 8e13, "kind": "dense, weight norm"})
+    assert iso_flops.is_planned(cell | {"kind": "BTT r=4, no SiLU"})
+    assert not iso_flops.is_planned(cell | {"kind": "BTT r=4, no SiLU", "budget": 5e12})
     assert iso_flops.is_planned(cell | {"budget": 8e13, "kind": "dense"})
     assert not iso_flops.is_planned(cell | {"budget": 8e13, "kind": "dense", "optimizer": "Muon"})
     assert not iso_flops.is_planned(cell | {"optimizer": "SOAP, then the polar factor"})
@@ -173,6 +175,19 @@ def test_a_model_with_structure_in_its_mlps_alone_has_the_attention_of_the_dense
         assert layer.label == "BTT(rank=4), silu"
         assert (layer.in_features, layer.out_features) == widths
         assert layer.gains is not None
+
+
+def test_the_controls_lack_one_thing_each():
+    sizes = iso_flops.EXPERIMENT.sizes
+    labels = {}
+    for kind in ("BTT r=4", *iso_flops.CONTROLS):
+        layer = iso_flops.build("Python", kind, 64, 0, sizes, "cpu").blocks[0].mlp.c_fc
+        labels[kind] = (layer.label, layer.gains is not None)
+    assert labels == {
+        "BTT r=4": ("BTT(rank=4), silu", True),
+        "BTT r=4, no SiLU": ("BTT(rank=4)", True),
+        "BTT r=4, no weight norm": ("BTT(rank=4), silu", False),
+    }
 
 
 def test_equal_seconds_use_as_many_seeds_as_denses_front_has_there():
