@@ -89,6 +89,27 @@ def test_a_peer_keeps_that_share_of_the_encoders_parameters_and_nothing_else_cha
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_what_was_seen_stays_the_same_when_the_model_runs_again():
+    model = Encoder().requires_grad_(False)
+    seen = see(model)
+    gram = seen.grams["encoder.0"].clone()
+    size = seen.sizes["encoder.0"].clone()
+    gradient = seen.gradients["encoder.2"].clone()
+    y = model(**make_batches()[0])
+    assert not y.requires_grad
+    assert torch.equal(seen.grams["encoder.0"], gram)
+    assert torch.equal(seen.sizes["encoder.0"], size)
+    assert torch.equal(seen.gradients["encoder.2"], gradient)
+
+
+def test_grams_and_sizes_are_those_of_all_tokens_but_padding():
+    model = Encoder()
+    x = read_tokens()
+    seen = peers.Seen(model, {"first": model.encoder[0]}, make_batches())
+    torch.testing.assert_close(seen.grams["first"].double(), x.T @ x, rtol=1e-5, atol=1e-3)
+    torch.testing.assert_close(seen.sizes["first"], x.abs().sum(0), rtol=1e-5, atol=1e-3)
+
+
 # ---- pairs of factors ----------------------------------------------------------------------------
 
 
