@@ -106,13 +106,6 @@ def test_each_tenth_file_is_held_out_and_no_window_of_it_is_learned_from():
             assert bytes(ids) in text
 
 
-def test_windows_come_in_batches_of_eight():
-    windows = torch.arange(20)[:, None]
-    batches = experts.list_batches(windows)
-    assert [len(batch) for batch in batches] == [8, 8, 4]
-    assert torch.equal(torch.cat(batches), windows)
-
-
 # ---- what the experts get ------------------------------------------------------------------------
 
 
@@ -137,15 +130,6 @@ def test_the_grams_of_an_expert_are_those_of_the_tokens_that_the_router_sends_it
         )
         root = routed.find_root(EXPERTS, "down", expert)
         torch.testing.assert_close((root @ root.T).float(), inside.T @ inside, rtol=1e-3, atol=1e-6)
-
-
-def test_what_the_experts_got_stays_the_same_when_the_mixture_runs_again(mixture, ids):
-    routed = experts.Routed(mixture, [ids])
-    counts = list(routed.tokens[EXPERTS])
-    gram = routed.grams[EXPERTS]["up"][0].clone()
-    find_logits(mixture, ids)
-    assert routed.tokens[EXPERTS] == counts
-    assert torch.equal(routed.grams[EXPERTS]["up"][0], gram)
 
 
 def test_an_expert_without_tokens_has_no_root(mixture, ids):
