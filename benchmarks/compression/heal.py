@@ -145,8 +145,8 @@ def take_batch(windows: Tensor, batch: int, step: int) -> Tensor:
 def scale_rate(step: int, steps: int) -> float:
     """The rate of step 0, 1, ... relative to the highest.
 
-    >>> [round(scale_rate(step, 41), 2) for step in (0, 1, 2, 21, 41)]
-    [0.5, 1.0, 1.0, 0.51, 0.0]
+    >>> [round(scale_rate(step, 42), 2) for step in (0, 1, 2, 22, 42)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
     """
     warmup_steps = max(1, round(WARMUP_SHARE * steps))
     if step < warmup_steps:

@@ -697,9 +697,9 @@ def numbers(result: Row) -> dict[str, str]:
 
     shared = {"setup": "Python", "kind": "BTT r=4", "width": tuned_width}
     soap_rows = select(table, optimizer="SOAP", **shared)
-    muon_rows = select(table, optimizer="Muon", **shared)
-    if soap_rows and muon_rows:
-        ratio_of_seconds = soap_rows[0]["seconds"] / muon_rows[0]["seconds"]
+    adamw_rows = select(table, optimizer="AdamW", **shared)
+    if soap_rows and adamw_rows:
+        ratio_of_seconds = soap_rows[0]["seconds"] / adamw_rows[0]["seconds"]
         texts["gpts.soap_step"] = f"{100 * (ratio_of_seconds - 1):.0f}"
     return texts
 

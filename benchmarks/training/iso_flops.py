@@ -8,10 +8,14 @@ Every run of a budget takes the same FLOPs: a narrower model makes more steps. A
 along `WIDTHS` until the best one has both its neighbours, so each kind is compared at its own best
 width and length. The models, the data and the starts are those of `gpt_seconds`.
 
-Kinds: "dense"; "BTT r=4" and the like, with structured MLPs (SiLU between the cores) and attention;
-"BTT r=4, wide MLPs", whose MLPs are structured with hidden layers of eight times the width, and
-whose attention is dense; "BTT r=2, 2 of 8 experts", whose every linear layer is a mixture of such
-matrices, of which each token takes two (arXiv:2410.02117).
+Kinds: "dense"; "dense, weight norm", with the weight normalisation that structured models of
+characters have; "BTT r=4" and the like, with structured MLPs (SiLU between the cores) and
+attention; "BTT r=4 in MLPs", whose attention stays as it is in "dense"; "BTT r=4, wide MLPs", with
+hidden layers of eight times the width, and attention of dense layers with weight normalisation;
+"BTT r=4, no SiLU" and "BTT r=4, no weight norm", which tell what these two do for the gain;
+"BTT r=2, 2 of 8 experts", whose every linear layer is a mixture of such matrices, of which each
+token takes two (arXiv:2410.02117). Structured kinds are compared with the dense kind that has the
+lower loss.
 
 Rates are searched by factors of 2 at the budgets up to 5e12, first at the width where the search
 begins, then again at the best width. From there the library's own rules carry them (muP from dense
@@ -27,7 +31,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,9 +42,9 @@ from benchmarks.harness.experiment import Axis, Experiment, Row, Runs
 from benchmarks.harness.statistics import log_loss, select
 from benchmarks.harness.tasks import Batch
 from benchmarks.training import gpt_seconds, iso_report, mixtures
-from benchmarks.training.iso_report import CELL, best_of, kind_of
+from benchmarks.training.iso_report import CELL, NORMALISED, best_of, kind_of
 from examples.moe import BALANCE
-from structlin import BTT
+from structlin import BTT, Dense
 from structlin.optim._soap import Eigenbases
 
 BATCH_TOKENS = 512
@@ -50,25 +54,34 @@ LARGEST_TUNED = 2e13  # FLOPs up to which rates are searched
 SECONDS_BETWEEN_CHECKPOINTS = 120.0
 VALIDATION_WINDOWS = 512
 TEST_WINDOWS = 2048
-MLP_MULTIPLE = 4  # hidden features of an MLP per feature of the model
-WIDE_MLP_MULTIPLE = 8
-STRUCTURED = {  # ranks in MLPs and in attention; None: dense
-    "BTT r=4": (4, 4),
-    "BTT r=2": (2, 2),
-    "BTT r=1": (1, 1),
-    "BTT r=4, wide MLPs": (4, None),
+WIDE_MLP_MULTIPLE = 8  # hidden features of a wide MLP per feature of the model
+
+
+class Kind(NamedTuple):
+    """How the dense model is converted."""
+
+    mlp: structlin.Family
+    attention: structlin.Family | None  #: None: attention stays as the dense model has it
+    start_width: int  #: where the search begins at the smallest budget
+    weight_norm: bool | None = None  #: None: as structured models of the setup have it
+    has_wide_mlps: bool = False
+
+
+SILU_4 = BTT(rank=4).activate()
+KINDS = {
+    NORMALISED: Kind(Dense(), Dense(), start_width=64, weight_norm=True),
+    "BTT r=4": Kind(SILU_4, BTT(rank=4), start_width=96),
+    "BTT r=2": Kind(BTT(rank=2).activate(), BTT(rank=2), start_width=128),
+    "BTT r=1": Kind(BTT(rank=1).activate(), BTT(rank=1), start_width=160),
+    "BTT r=4 in MLPs": Kind(SILU_4, None, start_width=64),
+    "BTT r=4, wide MLPs": Kind(SILU_4, Dense(), start_width=64, has_wide_mlps=True),
+    "BTT r=4, no SiLU": Kind(BTT(rank=4), BTT(rank=4), start_width=64),
+    "BTT r=4, no weight norm": Kind(SILU_4, BTT(rank=4), start_width=64, weight_norm=False),
 }
+CONTROLS = ("BTT r=4, no SiLU", "BTT r=4, no weight norm")
 MIXED = {"BTT r=2, 2 of 8 experts": 2, "BTT r=4, 2 of 8 experts": 4}  # the rank of an expert
 EXPERTS = {"experts": 8, "top_k": 2}
-START_WIDTHS = {  # where the search begins at the smallest budget
-    "dense": 64,
-    "BTT r=4": 96,
-    "BTT r=2": 128,
-    "BTT r=1": 160,
-    "BTT r=4, wide MLPs": 64,
-    "BTT r=2, 2 of 8 experts": 64,
-    "BTT r=4, 2 of 8 experts": 64,
-}
+DENSE_START_WIDTH = 64  # that of mixtures too
 START_RATES = {
     "AdamW": {"lr": 2**-9, "other_lr": 2**-9},
     "Muon": {"lr": 2**-6, "other_lr": 2**-7},
@@ -96,18 +109,22 @@ def build(setup: str, kind: str, width: int, seed: int, sizes: Row, device: str)
     """A model of this width, on the device."""
     task, start = make_task(setup, seed, sizes), gpt_seconds.SETUPS[setup]
     if kind == "dense":
-        structure = None if start.zero else structlin.Dense()
+        structure = None if start.zero else Dense()
         return models.build(task, width, structure, seed, device, **gpt_seconds.PLAIN)
     if kind in MIXED:
         model = models.build(task, width, None, seed, device, **gpt_seconds.PLAIN)
         return mix(model, MIXED[kind], start.weight_norm, device)
-    mlp_rank, attention_rank = STRUCTURED[kind]
-    attention = structlin.Dense() if attention_rank is None else BTT(rank=attention_rank)
-    if kind.endswith("wide MLPs"):
+    parts = KINDS[kind]
+    if parts.has_wide_mlps:
         task = WideMLPs(task)
-    options = {"overrides": {"*attn*": attention}, "weight_norm": start.weight_norm}
-    structure = BTT(rank=mlp_rank).activate()
-    return models.build(task, width, structure, seed, device, **gpt_seconds.PLAIN | options)
+    options: Row = {
+        "weight_norm": start.weight_norm if parts.weight_norm is None else parts.weight_norm
+    }
+    if parts.attention is None:
+        options["include"] = "*mlp*"
+    else:
+        options["overrides"] = {"*attn*": parts.attention}
+    return models.build(task, width, parts.mlp, seed, device, **gpt_seconds.PLAIN | options)
 
 
 def mix(model: nn.Module, rank: int, weight_norm: bool, device: str) -> nn.Module:
@@ -337,16 +354,19 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
 
 def is_planned(cell: Row) -> bool:
     """Whether a cell is worth its hours. The large budgets are for dense and the best structured
-    kind; variants of optimizers for the same two at two budgets, on characters; mixtures for AdamW.
+    kind; variants of optimizers for the same two at two budgets, on characters; mixtures and
+    controls for AdamW.
     """
     characters = cell["setup"] == "Python"
+    if cell["kind"] in CONTROLS:
+        return characters and cell["optimizer"] == "AdamW" and cell["budget"] == 1e12
     best_kinds = ("dense", "BTT r=4")
     if cell["optimizer"] != kind_of(cell["optimizer"]):
         return characters and cell["kind"] in best_kinds and cell["budget"] in (1e12, 5e12)
     if cell["budget"] > 2e13:
         return characters and cell["kind"] in best_kinds and cell["optimizer"] != "Muon"
     if cell["budget"] > LARGEST_OF_ALL_KINDS:
-        return cell["kind"] in best_kinds
+        return cell["kind"] in (*best_kinds, NORMALISED, "BTT r=4 in MLPs")
     return cell["kind"] not in MIXED or (characters and cell["optimizer"] == "AdamW")
 
 
@@ -376,7 +396,9 @@ def start_of(rows: Sequence[Row], cell: Row) -> Row:
     smaller = [row for row in select(rows, **same) if row["budget"] < cell["budget"]]
     if not smaller:
         rates = START_RATES[kind_of(cell["optimizer"])]
-        return cell | rates | {"width": START_WIDTHS[cell["kind"]]}
+        kind = KINDS.get(cell["kind"])
+        width = DENSE_START_WIDTH if kind is None else kind.start_width
+        return cell | rates | {"width": width}
     budget = max(row["budget"] for row in smaller)
     best = best_of(smaller, same | {"budget": budget})
     grown = best["width"] * (cell["budget"] / budget) ** 0.25
@@ -433,7 +455,7 @@ EXPERIMENT = Experiment(
     axes={
         "setup": ["Python", "Wikipedia"],
         "optimizer": [*RECIPES],
-        "kind": ["dense", *STRUCTURED, *MIXED],
+        "kind": ["dense", *KINDS, *MIXED],
         "budget": [2.5e11, 1e12, 5e12, 2e13, 8e13],
         "width": [],
         "lr": [],

@@ -25,6 +25,7 @@ from benchmarks.harness.timing import interleaved, ratio, wall
 from benchmarks.training import gpt_seconds, iso_flops
 from benchmarks.training.iso_report import (
     CELL,
+    DENSE,
     in_words,
     kind_of,
     list_budgets,
@@ -77,20 +78,21 @@ def make_work(cell: Row) -> Callable[[], None]:
 
 
 def compare(rows: Sequence[Row]) -> list[Row]:
-    """For each structured front, budget by budget: seconds over dense's of the same budget, and by
-    how many percent the loss of each seed lies above dense's front at the same seconds. Left out
+    """For each structured front, budget by budget: seconds over those of the better dense kind, and
+    by how many percent the loss of each seed lies above dense's front at the same seconds. Left out
     where dense's front is not that cheap or that dear."""
     compared = []
     for row in rows:
-        if row["kind"] == "dense":
+        if row["kind"] in DENSE:
             continue
         place = {"setup": row["setup"], "optimizer": row["optimizer"]}
-        dense = select(rows, kind="dense", **place)
+        dense = [other for other in select(rows, **place) if other["kind"] in DENSE]
         same_budget = select(dense, budget=row["budget"])
         if not same_budget or len(dense) < 2:
             continue
+        best = min(same_budget, key=lambda other: fmean(other["losses"]))
         found: Row = place | {"kind": row["kind"], "budget": row["budget"]}
-        found["seconds over dense"] = row["seconds"] / same_budget[0]["seconds"]
+        found["seconds over dense"] = row["seconds"] / best["seconds"]
         above = find_above(row, dense)
         if above:
             found["above"] = above

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 from dataclasses import asdict, replace
 
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("matplotlib")
 from benchmarks.compression import heal, smollm2
 from benchmarks.harness.record import save_json
 from structlin import LowRank, convert
+from tests.tables import read_table
 
 RECIPE = heal.Recipe(**heal.SMOKE)
 
@@ -77,6 +79,63 @@ def test_a_piece_ends_when_its_minutes_are_over_and_the_next_goes_on(dense_and_t
     second = start(dense)
     list(heal.heal(second, text, path, heal.Piece()))
     assert second.step == RECIPE.steps
+
+
+def test_a_state_is_written_as_often_as_the_piece_says(dense_and_text, tmp_path, monkeypatch):
+    dense, text = dense_and_text
+    written = []
+    monkeypatch.setattr(heal, "save_state", lambda path, state: written.append(state["step"]))
+    often = start(dense)
+    list(heal.heal(often, text, tmp_path / "often.pt", heal.Piece(save_minutes=0)))
+    # the start, every step, and the end of the piece
+    assert written == [0, 1, 2, 3, 4, 5, 6, 6]
+
+    written.clear()
+    seldom = start(dense)
+    list(heal.heal(seldom, text, tmp_path / "seldom.pt", heal.Piece(save_minutes=60)))
+    assert written == [0, 2, 4, 6, 6]  # with each judgement
+
+
+def test_a_point_of_the_curve_is_told_after_its_state_is_written(dense_and_text, tmp_path):
+    dense, text = dense_and_text
+    path = tmp_path / "state.pt"
+    for row in heal.heal(start(dense), text, path, heal.Piece()):
+        state = torch.load(path)
+        assert state["step"] == row["step"]
+        assert state["curve"][-1] == row
+
+
+def test_seconds_of_the_pieces_add_up(dense_and_text, tmp_path):
+    dense, text = dense_and_text
+    first = start(dense)
+    first.take_step(text.windows)
+    assert first.seconds > 0
+    first.seconds = 1000.0
+    second = start(dense)
+    second.load_state_dict(first.state_dict())
+    second.take_step(text.windows)
+    assert second.seconds > 1000.0
+    second.judge(text.held_out, loss=0.5)
+    row = second.curve[-1]
+    assert row["seconds"] == round(second.seconds, 1)
+    assert row["loss"] == 0.5
+    assert row["tokens"] == 2 * 2 * 24  # two steps of two windows of 24
+
+
+@pytest.mark.filterwarnings("ignore:these layers grow", "ignore:compress")  # so small
+def test_the_same_command_goes_on_where_the_last_one_ended(tmp_path, capsys):
+    command = ["--smoke", "--states", str(tmp_path / "states"), "--out", str(tmp_path)]
+    started = heal.main([*command, "--minutes", "0"])
+    assert started.step == 0
+    finished = heal.main(command)
+    assert finished.step == 6
+    assert len([*(tmp_path / "states").iterdir()]) == 1
+    result = json.loads((tmp_path / "heal.json").read_text())
+    (row,) = result["rows"]
+    assert [point["step"] for point in row["curve"]] == [0, 2, 4, 6]
+    assert row["curve"][0] == started.curve[0]
+    assert row["seconds"] == round(finished.seconds, 1)
+    assert "6 of 6 steps, 288 tokens" in capsys.readouterr().out
 
 
 # ---- states --------------------------------------------------------------------------------------
@@ -178,7 +237,70 @@ def test_a_full_disk_leaves_the_earlier_result_and_nothing_else(tmp_path):
     assert [*tmp_path.iterdir()] == [path]
 
 
+def test_a_state_of_another_model_is_refused(dense_and_text):
+    dense, _ = dense_and_text
+    state = start(dense).state_dict()
+    state["parameters"].popitem()
+    with pytest.raises(ValueError, match="another model: its parameters have other names"):
+        start(dense).load_state_dict(state)
+
+
 # ---- the recipe ----------------------------------------------------------------------------------
+
+
+def test_the_rate_rises_over_a_twentieth_of_the_steps_and_falls_by_half_a_cosine():
+    # 105 steps: five of warm-up, then 100 from cos 0 to cos pi
+    rates = [heal.scale_rate(step, 105) for step in range(106)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5] == 1.0
+    assert rates[5 + 25] == pytest.approx((1 + math.sqrt(0.5)) / 2)
+    assert rates[5 + 50] == pytest.approx(0.5)
+    assert rates[5 + 75] == pytest.approx((1 - math.sqrt(0.5)) / 2)
+    assert rates[105] == pytest.approx(0.0)
+
+
+def test_the_shortest_runs_warm_up_for_a_step():
+    assert heal.scale_rate(0, 20) == 1.0
+    assert heal.scale_rate(0, 1) == 1.0
+    assert heal.scale_rate(1, 1) == 1.0  # after the only step
+
+
+def test_each_pass_takes_every_window_once_in_an_order_of_its_own():
+    windows = torch.arange(5)[:, None] + 100
+    batches = [heal.take_batch(windows, 2, step) for step in range(10)]
+    assert all(batch.shape == (2, 1) for batch in batches)
+    passes = torch.cat(batches).view(4, 5).tolist()  # four passes of five windows
+    for order in passes:
+        assert sorted(order) == [100, 101, 102, 103, 104]
+    assert len({tuple(order) for order in passes}) == 4
+
+    # a resumed run takes the batch of its step
+    assert heal.take_batch(windows, 2, 7).equal(batches[7])
+
+
+def test_a_step_takes_its_batch_and_the_run_as_many_steps_as_its_tokens_pay_for():
+    recipe = heal.Recipe(tokens=2_000_000, batch=2, context=1024, judgements=12)
+    assert recipe.steps == 976  # 2,000,000 / 2,048 is 976.56
+    judged = sorted(recipe.judged_steps())
+    assert len(judged) == 12
+    assert judged[-1] == 976
+    # evenly spread: 976 / 12 is 81.3
+    gaps = {later - earlier for earlier, later in zip([0, *judged[:-1]], judged, strict=True)}
+    assert gaps == {81, 82}
+
+
+def test_windows_heal_in_one_row_each_and_calibrate_one_by_one():
+    texts = {"known": torch.arange(100), "wiki": torch.arange(200, 300)}
+    texts["c4"] = torch.arange(300, 400)
+    recipe = heal.Recipe(context=24, calibration=3, windows=2)
+    text = heal.cut_text(texts, recipe)
+    assert text.windows.tolist() == torch.arange(96).view(4, 24).tolist()  # 4 left over
+    # from the first token to the last one
+    starts = [int(ids[0, 0]) for ids in text.calibration]
+    assert starts == [0, 38, 76]
+    assert [ids.shape for ids in text.calibration] == [(1, 24)] * 3
+    assert text.held_out["wiki"].tolist() == [[*range(200, 224)], [*range(276, 300)]]
+    assert text.held_out["c4"].tolist() == [[*range(300, 324)], [*range(376, 400)]]
 
 
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
@@ -190,6 +312,79 @@ def test_the_loss_is_torchs_divergence_of_softened_distributions(temperature):
     expected = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean") * temperature**2
     found = heal.find_divergence(s, t, temperature)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_lowers_the_mean_divergence_of_its_windows_from_the_dense_model(dense_and_text):
+    dense, text = dense_and_text
+    healing = start(dense, replace(RECIPE, bf16=False))
+    windows = heal.take_batch(text.windows, 2, 0)  # (2, context)
+    with torch.no_grad():
+        log_p = dense(windows).logits.log_softmax(-1).flatten(0, 1)
+        log_q = healing.model(windows).logits.log_softmax(-1).flatten(0, 1)
+    expected = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+    assert healing.take_step(text.windows) == pytest.approx(expected.item(), rel=1e-4)
+
+    # the gradients are those of both windows
+    healing = start(dense, replace(RECIPE, bf16=False))
+    log_q = healing.model(windows).logits.log_softmax(-1).flatten(0, 1)
+    F.kl_div(log_q, log_p, log_target=True, reduction="batchmean").backward()
+    expected = {n: p.grad for n, p in healing.model.named_parameters() if p.requires_grad}
+    healing = start(dense, replace(RECIPE, bf16=False))
+    healing.take_step(text.windows)
+    for name, parameter in healing.model.named_parameters():
+        if parameter.requires_grad:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_changes_nothing(dense_and_text):
+    dense, text = dense_and_text
+    broken = copy.deepcopy(dense)
+    broken.model.norm.weight.data.fill_(math.nan)
+    healing = start(dense)
+    healing.teacher = broken
+    before = copy.deepcopy(healing.model.state_dict())
+    with pytest.raises(FloatingPointError, match=r"the loss of step 1 is nan: lr=0\.0001 is too"):
+        healing.take_step(text.windows)
+    assert healing.step == 0
+    for name, value in healing.model.state_dict().items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, before[name])
+
+
+def find_group(healing, name):
+    """The group of the optimizer that holds a parameter."""
+    for group in healing.optimizer.param_groups:
+        if name in group["param_names"]:
+            return group
+    raise ValueError(name)
+
+
+CORE = "model.layers.0.mlp.up_proj.cores.0"
+NORM = "model.norm.weight"
+
+
+def test_adamw_has_the_recipes_rate_betas_and_no_decay(dense_and_text):
+    dense, _ = dense_and_text
+    healing = start(dense, replace(RECIPE, lr=1e-3, tokens=50 * 48))
+    assert healing.recipe.steps == 50
+    for name in (CORE, NORM):
+        group = find_group(healing, name)
+        # round(.05 * 50) = 2 steps of warm-up, so the first has half of the rate
+        assert group["lr"] == pytest.approx(0.5 * 1e-3)
+        assert group["betas"] == (0.9, 0.95)
+        assert group["weight_decay"] == 0
+    assert find_group(healing, NORM)["lr_mult"] == 1
+
+
+def test_muon_has_a_hundred_times_the_rate_on_cores_and_the_rate_itself_on_norms(dense_and_text):
+    dense, _ = dense_and_text
+    healing = start(dense, replace(RECIPE, lr=1e-3, optimizer="muon"))
+    # six steps have a warm-up of one, so the first has the whole rate
+    core_group = find_group(healing, CORE)
+    norm_group = find_group(healing, NORM)
+    assert core_group["kind"] == "matrix"
+    assert core_group["lr"] * core_group["lr_mult"] == pytest.approx(0.1)
+    assert norm_group["lr"] * norm_group["lr_mult"] == pytest.approx(1e-3)
 
 
 def test_cores_and_norms_learn_and_the_embedding_and_the_teacher_stay(dense_and_text):
@@ -236,3 +431,38 @@ def test_the_curves_of_other_recipes_stay_in_the_result(dense_and_text, tmp_path
     assert rows[1]["recipe"] == asdict(RECIPE)
     assert heal.markdown({"rows": rows}).count("\n") == 3
     assert "not measured" in heal.markdown({"rows": []})
+
+
+# ---- what is shown -------------------------------------------------------------------------------
+
+
+def make_point(tokens, nats, seconds):
+    texts = {"perplexity_wiki": 20.0, "nats_wiki": nats, "perplexity_c4": 40.0, "nats_c4": nats}
+    return {"tokens": tokens, "seconds": seconds, **texts}
+
+
+def test_the_page_has_a_line_for_each_point_of_each_curve():
+    dense = {"wiki": [1.0, 2.0, 3.0], "c4": [1.0, 2.0, 3.0]}
+    # the differences from dense are .3, .5, .7: their standard deviation is .2, and Student's
+    # 97.5 % quantile with 2 degrees of freedom is 4.302653
+    reach = 100 * math.expm1(4.302653 * 0.2 / math.sqrt(3))
+    unequal = [1.3, 2.5, 3.7]
+    equal = [1.5, 2.5, 3.5]
+    half = {
+        "recipe": asdict(heal.Recipe()),
+        "step": 488,
+        "steps": 976,
+        "dense": dense,
+        "curve": [make_point(0, unequal, 0.0), make_point(999_424, equal, 3599.6)],
+    }
+    whole = half | {"recipe": asdict(heal.Recipe(family="BTT", keep=0.6)), "step": 976}
+    name = "low-rank, keep 0.8, adamw (on its way, 999,424 of 2,000,000 tokens)"
+    before = ["0", f"20.0 ± {reach:.0f} %", f"40.0 ± {reach:.0f} %", "0"]
+    after = ["999,424", "20.0 ± 0 %", "40.0 ± 0 %", "3600"]
+    assert read_table(heal.markdown({"rows": [half, whole]})) == [
+        ["", "tokens", "Wikipedia", "C4", "s"],
+        [name, *before],
+        [name, *after],
+        ["BTT, keep 0.6, adamw", *before],
+        ["BTT, keep 0.6, adamw", *after],
+    ]

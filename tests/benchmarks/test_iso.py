@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from benchmarks.training import iso_flops, iso_report, iso_seconds
 from benchmarks.training.mixtures import Mixture, balance_of
 from examples.moe import Mixture as MixtureOfModules
-from structlin import BTT, LowRank
+from structlin import BTT, LowRank, StructuredLinear
 
 BUDGETS = (2.5e11, 1e12, 5e12, 2e13)
 
@@ -49,6 +49,25 @@ def test_a_fit_says_how_much_compute_dense_needs_and_its_interval_holds_the_trut
 def test_a_front_of_three_budgets_has_no_fit():
     table = make_table({"dense": lambda flops: 2.0 - flops / 1e14})
     assert iso_report.fit_all([row for row in table if row["budget"] < 2e13]) == []
+
+
+def test_a_structured_front_is_compared_with_the_better_dense_kind_of_each_budget():
+    plain = dict(zip(BUDGETS, (2.0, 1.9, 1.3, 1.2), strict=True))
+    normalised = dict(zip(BUDGETS, (1.8, 1.7, 1.5, 1.4), strict=True))
+    curves = {"dense": plain.get, "dense, weight norm": normalised.get, "BTT r=4": lambda _: 1.6}
+    above = {
+        row["budget"]: row["above"] for row in iso_report.compare(make_table(curves, seeds=(1, 1)))
+    }
+    for budget, better in zip(BUDGETS, (1.8, 1.7, 1.3, 1.2), strict=True):
+        assert above[budget] == pytest.approx([100 * (1.6 / better - 1)] * 2)
+
+
+def test_a_dense_kind_with_fewer_seeds_is_not_the_reference():
+    losses = dict(zip(BUDGETS, (2.0, 1.9, 1.8, 1.7), strict=True))
+    table = make_table({"dense": losses.get, "BTT r=4": lambda budget: 0.9 * losses[budget]})
+    table += make_table({"dense, weight norm": lambda _: 1.0}, seeds=(1.0,))
+    for row in iso_report.compare(table):
+        assert row["above"] == pytest.approx([-10.0] * 3)
 
 
 # ---- mixtures ------------------------------------------------------------------------------------
@@ -123,9 +142,52 @@ def test_the_large_budgets_are_for_the_two_kinds_that_are_compared_there():
     cell = {"setup": "Python", "optimizer": "AdamW", "kind": "BTT r=2", "budget": 1e12}
     assert iso_flops.is_planned(cell)
     assert not iso_flops.is_planned(cell | {"budget": 2e13})
+    assert iso_flops.is_planned(cell | {"budget": 2e13, "kind": "dense, weight norm"})
+    assert not iso_flops.is_planned(cell | {"budget": 8e13, "kind": "dense, weight norm"})
+    assert iso_flops.is_planned(cell | {"kind": "BTT r=4, no SiLU"})
+    assert not iso_flops.is_planned(cell | {"kind": "BTT r=4, no SiLU", "budget": 5e12})
     assert iso_flops.is_planned(cell | {"budget": 8e13, "kind": "dense"})
     assert not iso_flops.is_planned(cell | {"budget": 8e13, "kind": "dense", "optimizer": "Muon"})
     assert not iso_flops.is_planned(cell | {"optimizer": "SOAP, then the polar factor"})
+
+
+def test_dense_with_weight_normalisation_has_the_products_of_dense_and_a_gain_for_each_layer():
+    sizes = iso_flops.EXPERIMENT.sizes
+    flops, params = iso_flops.flops_of_a_step("Python", "dense, weight norm", 64, sizes)
+    flops_of_dense, params_of_dense = iso_flops.flops_of_a_step("Python", "dense", 64, sizes)
+    assert flops == flops_of_dense
+    assert 0 < params - params_of_dense < 0.01 * params_of_dense
+    model = iso_flops.build("Python", "dense, weight norm", 64, 0, sizes, "cpu")
+    layers = [layer for layer in model.blocks.modules() if isinstance(layer, StructuredLinear)]
+    assert len(layers) == 8  # four in each of two blocks
+    for layer in layers:
+        assert layer.label == "Dense()"
+        assert layer.gains is not None
+
+
+def test_a_model_with_structure_in_its_mlps_alone_has_the_attention_of_the_dense_model():
+    sizes = iso_flops.EXPERIMENT.sizes
+    ours = iso_flops.build("Python", "BTT r=4 in MLPs", 64, 0, sizes, "cpu").blocks[0]
+    dense = iso_flops.build("Python", "dense", 64, 0, sizes, "cpu").blocks[0]
+    for name, weight in dense.attn.state_dict().items():
+        assert torch.equal(ours.attn.state_dict()[name], weight)
+    for layer, widths in ((ours.mlp.c_fc, (64, 256)), (ours.mlp.c_proj, (256, 64))):
+        assert layer.label == "BTT(rank=4), silu"
+        assert (layer.in_features, layer.out_features) == widths
+        assert layer.gains is not None
+
+
+def test_the_controls_lack_one_thing_each():
+    sizes = iso_flops.EXPERIMENT.sizes
+    labels = {}
+    for kind in ("BTT r=4", *iso_flops.CONTROLS):
+        layer = iso_flops.build("Python", kind, 64, 0, sizes, "cpu").blocks[0].mlp.c_fc
+        labels[kind] = (layer.label, layer.gains is not None)
+    assert labels == {
+        "BTT r=4": ("BTT(rank=4), silu", True),
+        "BTT r=4, no SiLU": ("BTT(rank=4)", True),
+        "BTT r=4, no weight norm": ("BTT(rank=4), silu", False),
+    }
 
 
 def test_equal_seconds_use_as_many_seeds_as_denses_front_has_there():
