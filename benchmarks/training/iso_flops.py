@@ -450,6 +450,7 @@ EXPERIMENT = Experiment(
         "iso fronts": iso_report.fronts,
         "iso distances": iso_report.distances,
         "iso compute": iso_report.compute,
+        "iso fits": iso_report.fits,
     },
     run=train,
     axes={

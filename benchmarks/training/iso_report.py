@@ -20,6 +20,11 @@ from benchmarks.harness.statistics import log_loss, select, values
 
 NORMALISED = "dense, weight norm"
 DENSE = ("dense", NORMALISED)  # kinds; a structured one is compared with the better of them
+OVER_PLAIN = {  # kinds -> numbers of pages, of their losses over those of "dense"
+    NORMALISED: "norm",
+    "BTT r=4, no weight norm": "no_norm",
+    "BTT r=4, no SiLU": "no_silu",
+}
 CELL = ("setup", "optimizer", "kind", "budget")  # what is compared at its own best width and rates
 UNIT = 1e12  # FLOPs in which a fit takes them
 FITTED_BUDGETS = 4  # at least, for the three numbers of a fit
@@ -372,7 +377,23 @@ def numbers(result: Row) -> dict[str, str]:
     for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
         budget = name_flops(row["budget"])
         texts[f"iso.{row['optimizer']}_{budget}"] = in_words(row["above"])
-    return texts | numbers_of_a_longer_run(result)
+    return texts | numbers_of_weight_norm(result) | numbers_of_a_longer_run(result)
+
+
+def numbers_of_weight_norm(result: Row) -> dict[str, str]:
+    """By how much weight normalisation changes dense's loss by AdamW on characters, as
+    "iso.norm_1e12"; and how far BTT without it, or without SiLU, is from plain dense."""
+    texts = {}
+    table = select(result["table"], setup="Python", optimizer="AdamW")
+    for plain in select(table, kind="dense"):
+        same_budget = select(table, budget=plain["budget"])
+        for row in same_budget:
+            name = OVER_PLAIN.get(row["kind"])
+            if name is not None:
+                pairs = zip(row["losses"], plain["losses"], strict=False)
+                above = [100 * (loss / other - 1) for loss, other in pairs]
+                texts[f"iso.{name}_{name_flops(plain['budget'])}"] = in_words(above)
+    return texts
 
 
 def in_words(above: Sequence[float]) -> str:
