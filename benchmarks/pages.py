@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from benchmarks import communication, gpu, models
 from benchmarks.comparison import layers
-from benchmarks.compression import dinov2, experts, minilm, smollm2
+from benchmarks.compression import dinov2, experts, minilm, smollm2, tokens
 from benchmarks.examples import EXAMPLES
 from benchmarks.harness.record import RESULTS, Row, read
 from benchmarks.harness.report import table
@@ -62,6 +62,7 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
     layers.EXPERIMENT,
     models.EXPERIMENT,
     smollm2.EXPERIMENT,
+    tokens.EXPERIMENT,
     dinov2.EXPERIMENT,
     experts.EXPERIMENT,
     minilm.EXPERIMENT,

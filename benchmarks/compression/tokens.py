@@ -162,7 +162,7 @@ def cell_of(row: Row, dense: Row, text: str) -> str:
 
 
 def show_text(result: Row, text: str) -> str:
-    """A line for each method and share, a column for each number of tokens."""
+    """A line for each method and share that was run, a column for each number of tokens."""
     rows = result["rows"]
     dense = select(rows, family="dense")
     if not dense:
@@ -171,6 +171,8 @@ def show_text(result: Row, text: str) -> str:
     lines = [["dense", *[f"{dense[0][f'perplexity_{text}']:.1f}"] * len(counts)]]
     for keep in (0.8, 0.6):
         for method in (*FAMILIES, SAME_RANKS, PEER):
+            if not select(rows, method=method, keep=keep):
+                continue
             cells = []
             for tokens in counts:
                 found = select(rows, method=method, keep=keep, tokens=tokens)
