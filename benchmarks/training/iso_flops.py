@@ -78,7 +78,6 @@ KINDS = {
     "BTT r=4, no SiLU": Kind(BTT(rank=4), BTT(rank=4), start_width=64),
     "BTT r=4, no weight norm": Kind(SILU_4, BTT(rank=4), start_width=64, weight_norm=False),
 }
-CONTROLS = ("BTT r=4, no SiLU", "BTT r=4, no weight norm")
 MIXED = {"BTT r=2, 2 of 8 experts": 2, "BTT r=4, 2 of 8 experts": 4}  # the rank of an expert
 EXPERTS = {"experts": 8, "top_k": 2}
 DENSE_START_WIDTH = 64  # that of mixtures too
@@ -358,7 +357,7 @@ def is_planned(cell: Row) -> bool:
     controls for AdamW.
     """
     characters = cell["setup"] == "Python"
-    if cell["kind"] in CONTROLS:
+    if cell["kind"] in iso_report.CONTROLS:
         return characters and cell["optimizer"] == "AdamW" and cell["budget"] == 1e12
     best_kinds = ("dense", "BTT r=4")
     if cell["optimizer"] != kind_of(cell["optimizer"]):

@@ -20,8 +20,7 @@ from benchmarks.harness.statistics import log_loss, select, values
 
 NORMALISED = "dense, weight norm"
 DENSE = ("dense", NORMALISED)  # kinds; a structured one is compared with the better of them
-OVER_PLAIN = {  # kinds -> numbers of pages, of their losses over those of "dense"
-    NORMALISED: "norm",
+CONTROLS = {  # kinds of model -> their numbers on pages
     "BTT r=4, no weight norm": "no_norm",
     "BTT r=4, no SiLU": "no_silu",
 }
@@ -382,17 +381,19 @@ def numbers(result: Row) -> dict[str, str]:
 
 def numbers_of_weight_norm(result: Row) -> dict[str, str]:
     """By how much weight normalisation changes dense's loss by AdamW on characters, as
-    "iso.norm_1e12"; and how far BTT without it, or without SiLU, is from plain dense."""
+    "iso.norm_1e12"; and how far BTT without it, or without SiLU, is from the better dense kind."""
     texts = {}
-    table = select(result["table"], setup="Python", optimizer="AdamW")
-    for plain in select(table, kind="dense"):
-        same_budget = select(table, budget=plain["budget"])
-        for row in same_budget:
-            name = OVER_PLAIN.get(row["kind"])
-            if name is not None:
-                pairs = zip(row["losses"], plain["losses"], strict=False)
-                above = [100 * (loss / other - 1) for loss, other in pairs]
-                texts[f"iso.{name}_{name_flops(plain['budget'])}"] = in_words(above)
+    place = {"setup": "Python", "optimizer": "AdamW"}
+    for row in select(result["table"], kind=NORMALISED, **place):
+        budget = row["budget"]
+        for plain in select(result["table"], kind="dense", budget=budget, **place):
+            pairs = zip(row["losses"], plain["losses"], strict=False)
+            above = [100 * (loss / other - 1) for loss, other in pairs]
+            texts[f"iso.norm_{name_flops(budget)}"] = in_words(above)
+    for row in select(compare(result["table"]), **place):
+        if row["kind"] in CONTROLS:
+            name = f"iso.{CONTROLS[row['kind']]}_{name_flops(row['budget'])}"
+            texts[name] = in_words(row["above"])
     return texts
 
 

@@ -180,7 +180,7 @@ def test_a_model_with_structure_in_its_mlps_alone_has_the_attention_of_the_dense
 def test_the_controls_lack_one_thing_each():
     sizes = iso_flops.EXPERIMENT.sizes
     labels = {}
-    for kind in ("BTT r=4", *iso_flops.CONTROLS):
+    for kind in ("BTT r=4", *iso_report.CONTROLS):
         layer = iso_flops.build("Python", kind, 64, 0, sizes, "cpu").blocks[0].mlp.c_fc
         labels[kind] = (layer.label, layer.gains is not None)
     assert labels == {
