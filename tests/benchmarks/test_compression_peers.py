@@ -1,5 +1,7 @@
 """benchmarks/compression/peers.py: each peer does what its paper says, on small layers."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -222,12 +224,17 @@ def test_inputs_that_are_not_finite_have_no_root():
 
 
 def test_asvds_search_cuts_the_least_sensitive_layer_and_share_first():
-    sensitivity = {("a", 0.5): -2.0, ("a", 0.9): -3.0, ("b", 0.5): -1.0, ("b", 0.9): -1.5}
     sizes = {"a": 10, "b": 30}
-    # in this order: a .9 leaves 39 of 40, a .5 leaves 35, b .9 leaves 32, b .5 leaves 20
-    assert peers.choose_shares(sensitivity, sizes, keep=0.95) == {"a": 0.5}
-    assert peers.choose_shares(sensitivity, sizes, keep=0.85) == {"a": 0.5, "b": 0.9}
-    assert peers.choose_shares(sensitivity, sizes, keep=0.5) == {"a": 0.5, "b": 0.5}
+    sensitivity = {
+        ("a", 0.9): -3.0,  # first: 39 of 40 are left
+        ("a", 0.5): -2.0,  # then 35
+        ("b", 0.9): -1.5,  # then 32
+        ("b", 0.5): -1.0,  # then 20
+    }
+    shares_of = partial(peers.choose_shares, sensitivity, sizes)
+    assert shares_of(keep=0.95) == {"a": 0.5}
+    assert shares_of(keep=0.85) == {"a": 0.5, "b": 0.9}
+    assert shares_of(keep=0.5) == {"a": 0.5, "b": 0.5}
 
 
 def test_asvds_search_stops_as_soon_as_the_share_is_reached():

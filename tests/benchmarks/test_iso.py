@@ -54,19 +54,27 @@ def test_a_front_of_three_budgets_has_no_fit():
 def test_a_structured_front_is_compared_with_the_better_dense_kind_of_each_budget():
     plain = dict(zip(BUDGETS, (2.0, 1.9, 1.3, 1.2), strict=True))
     normalised = dict(zip(BUDGETS, (1.8, 1.7, 1.5, 1.4), strict=True))
-    curves = {"dense": plain.get, "dense, weight norm": normalised.get, "BTT r=4": lambda _: 1.6}
-    above = {
-        row["budget"]: row["above"] for row in iso_report.compare(make_table(curves, seeds=(1, 1)))
+    better = dict(zip(BUDGETS, (1.8, 1.7, 1.3, 1.2), strict=True))
+    curves = {
+        "dense": plain.get,
+        "dense, weight norm": normalised.get,
+        "BTT r=4": lambda budget: 1.6,
     }
-    for budget, better in zip(BUDGETS, (1.8, 1.7, 1.3, 1.2), strict=True):
-        assert above[budget] == pytest.approx([100 * (1.6 / better - 1)] * 2)
+    rows = iso_report.compare(make_table(curves, seeds=(1, 1)))
+    assert len(rows) == len(BUDGETS)
+    for row in rows:
+        above = 100 * (1.6 / better[row["budget"]] - 1)
+        assert row["above"] == pytest.approx([above, above])
 
 
 def test_a_dense_kind_with_fewer_seeds_is_not_the_reference():
-    losses = dict(zip(BUDGETS, (2.0, 1.9, 1.8, 1.7), strict=True))
-    table = make_table({"dense": losses.get, "BTT r=4": lambda budget: 0.9 * losses[budget]})
-    table += make_table({"dense, weight norm": lambda _: 1.0}, seeds=(1.0,))
-    for row in iso_report.compare(table):
+    plain = dict(zip(BUDGETS, (2.0, 1.9, 1.8, 1.7), strict=True))
+    curves = {"dense": plain.get, "BTT r=4": lambda budget: 0.9 * plain[budget]}
+    of_three_seeds = make_table(curves)
+    of_one_seed = make_table({"dense, weight norm": lambda budget: 1.0}, seeds=(1.0,))
+    rows = iso_report.compare(of_three_seeds + of_one_seed)
+    assert len(rows) == len(BUDGETS)
+    for row in rows:
         assert row["above"] == pytest.approx([-10.0] * 3)
 
 
@@ -209,3 +217,12 @@ def test_equal_seconds_use_as_many_seeds_as_denses_front_has_there():
     assert found[1]["above"] == pytest.approx([100 * (0.9 / 0.5**0.5 - 1)])
     assert "above" not in found[2]
     assert [each["seconds over dense"] for each in found] == [2, 2, 2]
+
+
+def test_seconds_are_over_those_of_the_better_dense_kind_of_the_budget():
+    place = {"setup": "Python", "optimizer": "AdamW", "budget": 1e12}
+    plain = place | {"kind": "dense", "seconds": 10.0, "losses": [2.0]}
+    normalised = place | {"kind": "dense, weight norm", "seconds": 40.0, "losses": [1.0]}
+    ours = place | {"kind": "BTT r=4", "seconds": 20.0, "losses": [1.2]}
+    (row,) = iso_seconds.compare([plain, normalised, ours])
+    assert row["seconds over dense"] == 20.0 / 40.0
