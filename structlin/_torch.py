@@ -4,8 +4,11 @@ A release of torch may take one away without a word; then this file changes, and
 tests/test_imports.py looks up every one of them.
 """
 
+import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cache
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -84,6 +87,19 @@ def clone_lazily(tensor: Tensor) -> Tensor:
         return torch._lazy_clone(tensor)
     except (AttributeError, RuntimeError):  # another torch, or memory that torch does not own
         return tensor.clone()
+
+
+@cache
+def find_freer_of_buffers() -> Callable[[], None] | None:
+    """MKL's function that frees what it keeps for products of the thread that calls it; None where
+    torch has no MKL."""
+    library = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
+    try:
+        function: Callable[[], None] = ctypes.CDLL(str(library)).mkl_serv_thread_free_buffers
+    except (AttributeError, OSError):
+        return None
+    function.restype = None  # type: ignore[attr-defined]
+    return function
 
 
 def is_of_c(kind: type) -> bool:

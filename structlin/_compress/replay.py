@@ -553,6 +553,7 @@ class Run:
             return stop
         # the caller works from `_back.put` to the end of `_turn.get`, this thread before and after
         if not self._cancelled:
+            self.activations.free_buffers()
             self.stop = stop
             self._back.put(None)
             self._turn.get()

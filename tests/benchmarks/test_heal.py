@@ -4,6 +4,7 @@ import copy
 import json
 import math
 from dataclasses import asdict, replace
+from functools import partial
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_seconds_of_the_pieces_add_up(dense_and_text, tmp_path):
     row = second.curve[-1]
     assert row["seconds"] == round(second.seconds, 1)
     assert row["loss"] == 0.5
-    assert row["tokens"] == 2 * 2 * 24  # two steps of two windows of 24
+    assert row["tokens"] == 2 * 4 * 12  # two steps of four windows of 12
 
 
 @pytest.mark.filterwarnings("ignore:these layers grow", "ignore:compress")  # so small
@@ -279,7 +280,7 @@ def test_each_pass_takes_every_window_once_in_an_order_of_its_own():
 
 
 def test_a_step_takes_its_batch_and_the_run_as_many_steps_as_its_tokens_pay_for():
-    recipe = heal.Recipe(tokens=2_000_000, batch=2, context=1024, judgements=12)
+    recipe = heal.Recipe(tokens=2_000_000, batch=2, window=1024, judgements=12)
     assert recipe.steps == 976  # 2,000,000 / 2,048 is 976.56
     judged = sorted(recipe.judged_steps())
     assert len(judged) == 12
@@ -292,9 +293,9 @@ def test_a_step_takes_its_batch_and_the_run_as_many_steps_as_its_tokens_pay_for(
 def test_windows_heal_in_one_row_each_and_calibrate_one_by_one():
     texts = {"known": torch.arange(100), "wiki": torch.arange(200, 300)}
     texts["c4"] = torch.arange(300, 400)
-    recipe = heal.Recipe(context=24, calibration=3, windows=2)
+    recipe = heal.Recipe(context=24, window=12, calibration=3, windows=2)
     text = heal.cut_text(texts, recipe)
-    assert text.windows.tolist() == torch.arange(96).view(4, 24).tolist()  # 4 left over
+    assert text.windows.tolist() == torch.arange(96).view(8, 12).tolist()  # 4 left over
     # from the first token to the last one
     starts = [int(ids[0, 0]) for ids in text.calibration]
     assert starts == [0, 38, 76]
@@ -317,14 +318,14 @@ def test_the_loss_is_torchs_divergence_of_softened_distributions(temperature):
 def test_a_step_lowers_the_mean_divergence_of_its_windows_from_the_dense_model(dense_and_text):
     dense, text = dense_and_text
     healing = start(dense, replace(RECIPE, bf16=False))
-    windows = heal.take_batch(text.windows, 2, 0)  # (2, context)
+    windows = heal.take_batch(text.windows, 4, 0)  # (4, window)
     with torch.no_grad():
         log_p = dense(windows).logits.log_softmax(-1).flatten(0, 1)
         log_q = healing.model(windows).logits.log_softmax(-1).flatten(0, 1)
     expected = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
     assert healing.take_step(text.windows) == pytest.approx(expected.item(), rel=1e-4)
 
-    # the gradients are those of both windows
+    # the gradients are those of all windows
     healing = start(dense, replace(RECIPE, bf16=False))
     log_q = healing.model(windows).logits.log_softmax(-1).flatten(0, 1)
     F.kl_div(log_q, log_p, log_target=True, reduction="batchmean").backward()
@@ -334,6 +335,29 @@ def test_a_step_lowers_the_mean_divergence_of_its_windows_from_the_dense_model(d
     for name, parameter in healing.model.named_parameters():
         if parameter.requires_grad:
             torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-3, atol=1e-6)
+
+
+def test_the_windows_of_a_step_count_alike_where_the_last_run_has_fewer(dense_and_text):
+    dense, text = dense_and_text
+    healing = start(dense, replace(RECIPE, bf16=False, batch=3))  # runs of two windows and of one
+    windows = heal.take_batch(text.windows, 3, 0)
+    with torch.no_grad():
+        log_p = dense(windows).logits.log_softmax(-1).flatten(0, 1)
+        log_q = healing.model(windows).logits.log_softmax(-1).flatten(0, 1)
+    expected = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+    assert healing.take_step(text.windows) == pytest.approx(expected.item(), rel=1e-4)
+
+
+def test_a_compiled_run_takes_the_same_step(dense_and_text, monkeypatch):
+    dense, text = dense_and_text
+    compile_traced = partial(torch.compile, backend="aot_eager")  # without minutes of a compiler
+    monkeypatch.setattr(torch, "compile", compile_traced)
+    eager, compiled = (start(dense, replace(RECIPE, bf16=False)) for _ in range(2))
+    compiled.compile()
+    assert compiled.take_step(text.windows) == pytest.approx(eager.take_step(text.windows))
+    stepped = dict(compiled.model.named_parameters())
+    for name, parameter in eager.model.named_parameters():
+        torch.testing.assert_close(stepped[name], parameter, rtol=1e-4, atol=1e-6)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_changes_nothing(dense_and_text):

@@ -1,9 +1,11 @@
 """A bound of memory: runs that wait lie in a file, batches are read again, a line says how far."""
 
+import ctypes
 import errno
 import gc
 import tempfile
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from structlin import LowRank, compress, plan_compression
 from structlin._compress import memory, progress
 from structlin._compress.memory import Activations, Memory
+from structlin._compress.replay import observe
+from structlin._torch import find_freer_of_buffers
 
 CACHE: dict[str, Tensor] = {}  # global: runs share it
 
@@ -105,6 +109,41 @@ def test_compress_in_one_call_has_the_bound_too(model, batches, files):
 def test_a_bound_that_is_not_reached_writes_nothing(model, batches, files):
     compressed(model, batches, memory=1.0)
     assert files == []
+
+
+@torch.no_grad()
+def test_with_a_bound_threads_that_wait_keep_no_buffers_of_mkl():
+    if find_freer_of_buffers() is None:
+        pytest.skip("torch has no MKL here")
+    free_all = find_function_of_torch("mkl_serv_free_buffers")
+    model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+    batches = [*torch.randn(8, 512, 512)]
+
+    def count_kept_bytes(gigabytes: float | None) -> int:
+        """Most bytes at any place where all runs wait."""
+        replay = observe(model, [*model], batches, memory=gigabytes)
+        kept = []
+        for visit in replay.walk([*model], replay.calls):
+            assert len(visit.waits) == len(batches)
+            kept.append(count_bytes_of_mkl())
+        free_all()
+        return max(kept)
+
+    free_all()
+    unbounded = count_kept_bytes(None)
+    assert unbounded > len(batches) * 2**18
+    assert count_kept_bytes(1.0) < unbounded / len(batches)
+
+
+def find_function_of_torch(name: str) -> ctypes._CFuncPtr:
+    return getattr(ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")), name)
+
+
+def count_bytes_of_mkl() -> int:
+    """What MKL has allocated in this process."""
+    count = find_function_of_torch("mkl_serv_mem_stat")
+    count.restype = ctypes.c_int64
+    return count(ctypes.byref(ctypes.c_int()))
 
 
 def test_a_disk_that_fills_is_one_error_and_the_model_is_as_it_was(model, batches, monkeypatch):
