@@ -11,14 +11,16 @@ of 1,024. `structlin.compress` makes the low-rank and the BTT models with its de
 gives each layer the same share, as its paper does. "SVD-LLM, ranks of low-rank" gives each layer
 the rank that `compress` chose for that number of tokens, and leaves a layer dense where `compress`
 does: what is left between these two rows is not the choice of sizes. Each row is kept as it is
-made, so that the same command goes on after an interrupt. Seconds are of the processor, of one call
-from start to end.
+made, so that the same command goes on after an interrupt. `out/tokens` has the ranks; delete it
+after a change of `compress`. Seconds are of the processor, of one call from start to end.
 """
 
 import copy
+import json
 import math
 import time
 from functools import lru_cache
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -33,13 +35,14 @@ from benchmarks.harness.experiment import Experiment, Row
 from benchmarks.harness.statistics import differences, select, values
 from structlin import StructuredLinear
 
-FAMILIES = ("low-rank", "BTT")
 PEER = "SVD-LLM"
 SAME_RANKS = "SVD-LLM, ranks of low-rank"
+METHODS = ("low-rank", "BTT", SAME_RANKS, PEER)  # in the order of the page
 TEXTS = {"wiki": "Wikipedia", "c4": "C4"}
 MEMORY = 1.0  # gigabytes of activations that `compress` holds
 TOKENS = [4096, 16384, 65536, 262144]
 SMOKE_TOKENS = [96, 192]
+CHOSEN_RANKS = Path("out") / "tokens"  # a file for each low-rank model
 
 
 # ---- what a process shares -----------------------------------------------------------------------
@@ -70,17 +73,27 @@ def observe(model: str, tokens: int, context: int) -> tuple[peers.Seen, float]:
 # ---- a row ---------------------------------------------------------------------------------------
 
 
-def run(tokens: int, family: str, keep: float, **sizes: Any) -> list[Row]:
-    """Compress with that many tokens, and measure; for low-rank SVD-LLM with the same ranks too."""
-    model = sizes["model"]
-    dense = read(model)[0]
+def run(tokens: int, family: str, keep: float, **sizes: Any) -> Row:
+    """Compress with that many tokens, and measure."""
     if family == "dense":
-        return [measure(dense, sizes) | {"method": "dense", "cpu_seconds": 0.0}]
+        return measure(read(sizes["model"])[0], sizes) | {"cpu_seconds": 0.0}
     if family == PEER:
-        return [truncate(tokens, sizes, keep=keep) | {"method": PEER}]
+        return truncate(tokens, sizes, keep=keep)
+    if family == SAME_RANKS:
+        path = place_of_ranks(tokens, keep, sizes)
+        if not path.exists():
+            compress(tokens, "low-rank", keep, sizes)
+        ranks = json.loads(path.read_text(encoding="utf-8"))
+        return truncate(tokens, sizes, ranks=ranks)
+    small, seconds = compress(tokens, family, keep, sizes)
+    params = methods.count(small, smollm2.PART)["params"]
+    return measure(small, sizes) | {"cpu_seconds": seconds, "params": params}
 
-    batches = list_batches(model, tokens, sizes["context"])
-    small = copy.deepcopy(dense)
+
+def compress(tokens: int, family: str, keep: float, sizes: Row) -> tuple[nn.Module, float]:
+    """The smaller model, and the processor's seconds; the ranks of a low-rank one are kept."""
+    batches = list_batches(sizes["model"], tokens, sizes["context"])
+    small = copy.deepcopy(read(sizes["model"])[0])
     start = time.process_time()
     structlin.compress(
         small,
@@ -91,12 +104,17 @@ def run(tokens: int, family: str, keep: float, **sizes: Any) -> list[Row]:
         memory=MEMORY,
     )
     seconds = time.process_time() - start
-    row = measure(small, sizes) | {"method": family, "cpu_seconds": seconds}
-    row["params"] = methods.count(small, smollm2.PART)["params"]
-    if family != "low-rank":
-        return [row]
-    ranks = find_ranks(small)
-    return [row, truncate(tokens, sizes, ranks=ranks) | {"method": SAME_RANKS}]
+    if family == "low-rank":
+        path = place_of_ranks(tokens, keep, sizes)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(find_ranks(small)), encoding="utf-8")
+    return small, seconds
+
+
+def place_of_ranks(tokens: int, keep: float, sizes: Row) -> Path:
+    """The file of the ranks that `structlin.compress` has chosen."""
+    model = sizes["model"].replace(" ", "")
+    return CHOSEN_RANKS / f"{model}-{tokens}x{sizes['context']}-{keep:g}.json"
 
 
 def find_ranks(model: nn.Module) -> dict[str, int]:
@@ -170,14 +188,14 @@ def show_text(result: Row, text: str) -> str:
     counts = sorted(values(rows, "tokens"))
     lines = [["dense", *[f"{dense[0][f'perplexity_{text}']:.1f}"] * len(counts)]]
     for keep in (0.8, 0.6):
-        for method in (*FAMILIES, SAME_RANKS, PEER):
-            if not select(rows, method=method, keep=keep):
+        for family in METHODS:
+            if not select(rows, family=family, keep=keep):
                 continue
             cells = []
             for tokens in counts:
-                found = select(rows, method=method, keep=keep, tokens=tokens)
+                found = select(rows, family=family, keep=keep, tokens=tokens)
                 cells.append(cell_of(found[0], dense[0], text) if found else "not measured")
-            lines.append([f"{method}, keep {keep:g}", *cells])
+            lines.append([f"{family}, keep {keep:g}", *cells])
     return report.table([TEXTS[text], *(f"{tokens:,} tokens" for tokens in counts)], lines)
 
 
@@ -195,12 +213,12 @@ def draw(result: Row) -> Figure:
     panels = figure.subplots(1, len(TEXTS))
     rows = [row for row in result["rows"] if row["family"] != "dense"]
     for axes, (text, title) in zip(panels, TEXTS.items(), strict=True):
-        for n, method in enumerate(values(rows, "method")):
+        for n, family in enumerate(values(rows, "family")):
             for keep, style in ((0.8, "-o"), (0.6, "--o")):
-                chosen = select(rows, method=method, keep=keep)
+                chosen = select(rows, family=family, keep=keep)
                 points = sorted((row["tokens"], row[f"perplexity_{text}"]) for row in chosen)
                 if points:
-                    label = f"{method}, keep {keep:g}"
+                    label = f"{family}, keep {keep:g}"
                     axes.plot(*zip(*points, strict=True), style, color=f"C{n}", label=label)
         axes.set(xlabel="calibration tokens", title=f"perplexity of held-out {title}")
         axes.set_xscale("log", base=4)
@@ -214,7 +232,7 @@ def draw(result: Row) -> Figure:
 def lines_of(result: Row) -> list[Any]:
     lines = []
     for row in result["rows"]:
-        line = {"": row["method"], "keep": f"{row['keep']:g}", "tokens": f"{row['tokens']:,}"}
+        line = {"": row["family"], "keep": f"{row['keep']:g}", "tokens": f"{row['tokens']:,}"}
         line |= {title: f"{row[f'perplexity_{text}']:.1f}" for text, title in TEXTS.items()}
         lines.append(line | {"CPU s": f"{row['cpu_seconds']:.0f}"})
     return [report.grid(result["setting"]["model"], lines)]
@@ -227,7 +245,7 @@ EXPERIMENT = Experiment(
     run=run,
     axes={
         "tokens": TOKENS,
-        "family": ["dense", PEER, *FAMILIES],
+        "family": ["dense", PEER, "low-rank", SAME_RANKS, "BTT"],
         "keep": [1.0, 0.8, 0.6],
         "seed": lambda job: [0] if is_run(job) else [],
     },

@@ -34,7 +34,7 @@ def test_the_dense_model_has_one_row_and_every_method_one_for_each_share_and_cou
 
     assert dense == [("dense", 1.0, 4096)]
     expected = []
-    for family in ("SVD-LLM", "low-rank", "BTT"):
+    for family in ("SVD-LLM", "low-rank", "SVD-LLM, ranks of low-rank", "BTT"):
         for keep in (0.8, 0.6):
             for number in (4096, 16384, 65536, 262144):
                 expected.append((family, keep, number))
@@ -61,18 +61,20 @@ def find_perplexity(model, windows):
 
 def test_perplexity_is_that_of_the_next_tokens_of_held_out_windows():
     model, texts = smollm2.make_tiny()
-    (row,) = tokens.run(96, "dense", 1.0, **SIZES)
+    row = tokens.run(96, "dense", 1.0, **SIZES)
     for name in ("wiki", "c4"):
         windows = smollm2.cut(texts[name], 3, 24)
         expected = find_perplexity(model, windows)
         assert row[f"perplexity_{name}"] == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.fixture(scope="module")
-def low_rank_rows():
-    """The row of low-rank, and that of SVD-LLM with its ranks."""
-    torch.manual_seed(0)
-    return tokens.run(96, "low-rank", 0.6, **SIZES)
+SAME_RANKS = "SVD-LLM, ranks of low-rank"
+
+
+@pytest.fixture(autouse=True)
+def folder_of_ranks(tmp_path, monkeypatch):
+    monkeypatch.setattr(tokens, "CHOSEN_RANKS", tmp_path)
+    return tmp_path
 
 
 def find_block_layers(model):
@@ -84,14 +86,30 @@ def find_block_layers(model):
     return layers
 
 
-def test_svd_llm_with_the_same_ranks_has_the_same_number_of_parameters(low_rank_rows):
-    low_rank, svd_llm = low_rank_rows
-    assert low_rank["method"] == "low-rank"
-    assert svd_llm["method"] == "SVD-LLM, ranks of low-rank"
+def test_svd_llm_with_the_same_ranks_has_the_same_number_of_parameters():
+    low_rank = tokens.run(96, "low-rank", 0.6, **SIZES)
+    svd_llm = tokens.run(96, SAME_RANKS, 0.6, **SIZES)
     assert low_rank["params"] == svd_llm["params"]
     model, _ = smollm2.make_tiny()
     dense = sum(layer.weight.numel() for layer in find_block_layers(model).values())
     assert 0.5 * dense < low_rank["params"] <= 0.6 * dense
+
+
+def test_the_ranks_of_low_rank_are_chosen_once_for_each_count_and_share(
+    folder_of_ranks, monkeypatch
+):
+    first = tokens.run(96, SAME_RANKS, 0.6, **SIZES)  # low-rank was not run before
+    tokens.run(192, "low-rank", 0.6, **SIZES)
+    tokens.run(96, "low-rank", 0.5, **SIZES)
+    assert len([*folder_of_ranks.iterdir()]) == 3
+
+    def compress_again(*arguments):
+        raise AssertionError("the ranks are there")
+
+    monkeypatch.setattr(tokens, "compress", compress_again)
+    again = tokens.run(96, SAME_RANKS, 0.6, **SIZES)
+    assert again["params"] == first["params"]
+    assert tokens.run(96, SAME_RANKS, 0.5, **SIZES)["params"] < first["params"]
 
 
 def test_ranks_are_read_from_the_layers_that_are_not_dense():
@@ -144,22 +162,16 @@ def cut_by_svd_llm(model, ids, keep):
 
 
 def test_svd_llm_is_calibrated_on_those_tokens_and_keeps_the_same_share_of_each_layer():
-    (row,) = tokens.run(192, "SVD-LLM", 0.6, **SIZES)
+    row = tokens.run(192, "SVD-LLM", 0.6, **SIZES)
     model, texts = smollm2.make_tiny()
     starts = torch.linspace(0, len(texts["known"]) - 24, 8).long()
     windows = [texts["known"][start : start + 24] for start in starts.tolist()]
     params = cut_by_svd_llm(model, torch.stack(windows), keep=0.6)
 
-    assert row["method"] == "SVD-LLM"
     assert row["params"] == params
     for name in ("wiki", "c4"):
         expected = find_perplexity(model, smollm2.cut(texts[name], 3, 24))
         assert row[f"perplexity_{name}"] == pytest.approx(expected, rel=1e-3)
-
-
-def test_other_families_have_no_row_of_the_same_ranks():
-    (row,) = tokens.run(96, "BTT", 0.6, **SIZES)
-    assert row["method"] == "BTT"
 
 
 def test_seconds_are_those_of_seeing_the_tokens_and_of_cutting(monkeypatch):
@@ -167,9 +179,10 @@ def test_seconds_are_those_of_seeing_the_tokens_and_of_cutting(monkeypatch):
     clock = SimpleNamespace(process_time=lambda: float(next(ticks)))
     tokens.observe.cache_clear()
     monkeypatch.setattr(tokens, "time", clock)
-    (dense,) = tokens.run(96, "dense", 1.0, **SIZES)
-    (svd_llm,) = tokens.run(96, "SVD-LLM", 0.6, **SIZES)
-    low_rank, same_ranks = tokens.run(96, "low-rank", 0.6, **SIZES)
+    dense = tokens.run(96, "dense", 1.0, **SIZES)
+    svd_llm = tokens.run(96, "SVD-LLM", 0.6, **SIZES)
+    low_rank = tokens.run(96, "low-rank", 0.6, **SIZES)
+    same_ranks = tokens.run(96, SAME_RANKS, 0.6, **SIZES)
     assert dense["cpu_seconds"] == 0
     assert low_rank["cpu_seconds"] == 1
     # one to see the tokens, which both shares count, and one to cut
@@ -180,10 +193,9 @@ def test_seconds_are_those_of_seeing_the_tokens_and_of_cutting(monkeypatch):
 # ---- what is shown -------------------------------------------------------------------------------
 
 
-def make_row(method, keep, count, perplexity, nats):
-    family = "low-rank" if method == "SVD-LLM, ranks of low-rank" else method
+def make_row(family, keep, count, perplexity, nats):
     texts = {"perplexity_wiki": perplexity, "nats_wiki": nats}
-    return {"method": method, "family": family, "keep": keep, "tokens": count, **texts}
+    return {"family": family, "keep": keep, "tokens": count, **texts}
 
 
 def test_a_page_has_a_line_for_each_method_and_share_that_was_run_and_a_column_for_each_count():
