@@ -8,14 +8,17 @@ layers. The plan holds it.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any
 
+import torch
 from torch import nn
 
 from .._convert.plan import Plan, Projection, Refined, check_values, project_by_weight, warn_of
 from .._model.decide import Decision, Spec, Target, decide, list_targets, require_matrices
 from .._model.linears import Layer
 from .._model.select import Patterns
+from .._model.transaction import completed_at_end
 from .._structure.arguments import MAX_STEPS, CheckedBy, Range, checked, require_choice, warn
 from .experts import (
     drop_unreached,
@@ -203,10 +206,12 @@ def plan_compression(
     if refine and batches is None:
         raise ValueError(f"refine={refine} needs batches on which the model runs")
     selection: dict[str, Any] = {"include": include, "exclude": exclude, "overrides": overrides}
-    measured = measure(
-        model, structure, batches, share, loss, progress, memory, untie=untie, **selection
-    )
-    return measured.plan(share, refine, progress)
+    # Ctrl-C within torch's own contexts of gradients may leave their mode as it is there
+    with completed_at_end([partial(torch.set_grad_enabled, torch.is_grad_enabled())]):
+        measured = measure(
+            model, structure, batches, share, loss, progress, memory, untie=untie, **selection
+        )
+        return measured.plan(share, refine, progress)
 
 
 @dataclass(frozen=True)

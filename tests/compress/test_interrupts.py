@@ -28,8 +28,8 @@ from structlin._model.linears import replace_layers
 from structlin._model.transaction import complete
 
 # Real signals from a thread, one alone or two or three in quick succession, at many moments of one
-# compression. Whatever comes, the model is as it was. After one alone no thread is left. What torch
-# itself leaves of a context of its own (no_grad), if Ctrl-C comes in its last line, is torch's.
+# compression. Whatever comes, the model is as it was. After one alone no thread is left.
+# Nor are gradients off where they were on.
 CHILD = """
 import copy, json, os, signal, threading, time, warnings
 
@@ -122,6 +122,8 @@ for n in range(ATTEMPTS):
     except BaseException:
         settle()
     interrupted += error is not None
+    if len(moments) == 1 and not torch.is_grad_enabled():
+        found.append("gradients are off")
     torch.set_grad_enabled(True)
     torch.backends.mha.set_fastpath_enabled(True)
     found += list_faults()
@@ -141,6 +143,26 @@ def test_ctrl_c_at_any_moment_and_again_at_once_leaves_the_model_as_it_was():
     said = json.loads(done.stdout)
     assert said["interrupted"] >= 12
     assert said["found"] == []
+
+
+@pytest.mark.parametrize("mode", [True, False])
+def test_ctrl_c_as_torch_enters_a_mode_of_gradients_leaves_no_other_mode(mode, monkeypatch):
+    class Interrupted(torch.set_grad_enabled):
+        calls = 0
+
+        def __init__(self, mode: bool) -> None:
+            super().__init__(mode)
+            Interrupted.calls += 1
+            if Interrupted.calls == 1:
+                raise KeyboardInterrupt
+
+    model, x = build(), X.clone()
+    with torch.set_grad_enabled(mode):
+        monkeypatch.setattr(torch, "set_grad_enabled", Interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            plan_compression(model, LowRank(rank=2), [x])
+        assert torch.is_grad_enabled() == mode
+    assert Interrupted.calls >= 2
 
 
 # ---- a line of ours at a time --------------------------------------------------------------------
