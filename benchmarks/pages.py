@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from benchmarks import communication, gpu, models
 from benchmarks.comparison import layers
-from benchmarks.compression import dinov2, experts, minilm, smollm2, tokens
+from benchmarks.compression import dinov2, experts, heal, minilm, smollm2, tokens
 from benchmarks.examples import EXAMPLES
 from benchmarks.harness.record import RESULTS, Row, read
 from benchmarks.harness.report import table
@@ -63,6 +63,7 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
     models.EXPERIMENT,
     smollm2.EXPERIMENT,
     tokens.EXPERIMENT,
+    heal.EXPERIMENT,
     dinov2.EXPERIMENT,
     experts.EXPERIMENT,
     minilm.EXPERIMENT,

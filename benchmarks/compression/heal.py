@@ -16,7 +16,7 @@ A run goes on where its folder of states ends: `compressed` holds the model that
 `state.pt` the healed weights, the optimizer, the step and the curve so far. A state is written
 beside the earlier one and takes its place by a rename. So Ctrl-C, a full disk or a crash costs the
 steps since the earlier state, at most `--save-minutes`. A resumed run ends as an uninterrupted one.
-results/heal.json has the curve of held-out perplexity by tokens.
+results/heal.{json,png} has the curve of held-out perplexity by tokens.
 """
 
 import copy
@@ -33,11 +33,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import structlin
 from benchmarks.compression import smollm2
 from benchmarks.harness import experiment, report
+from benchmarks.harness.figures import save_picture
 from benchmarks.harness.record import Row, save_json
 from benchmarks.harness.shown import Shown
 from benchmarks.harness.statistics import differences
@@ -435,6 +437,8 @@ def run(
         print(line_of(row), flush=True)
         keep_curve(result, healing, dense_nats)
     keep_curve(result, healing, dense_nats)
+    if result is not None:
+        save_picture(draw(read_json(result)), result.with_suffix(".png"))
     tokens = healing.step * recipe.tokens_per_step
     rate = tokens / healing.seconds if healing.seconds else math.nan
     print(f"{healing.step} of {recipe.steps} steps, {tokens:,} tokens, {rate:.0f} tokens/s")
@@ -445,7 +449,7 @@ def keep_curve(path: Path | None, healing: Healing, dense_nats: Mapping[str, lis
     """Put this run's curve into the result, beside those of other recipes."""
     if path is None:
         return
-    earlier = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.exists() else []
+    earlier = read_json(path)["rows"] if path.exists() else []
     recipe = asdict(healing.recipe)
     row = {"recipe": recipe, "step": healing.step, "steps": healing.recipe.steps}
     row["seconds"] = round(healing.seconds, 1)
@@ -453,6 +457,11 @@ def keep_curve(path: Path | None, healing: Healing, dense_nats: Mapping[str, lis
     row["curve"] = healing.curve
     others = [other for other in earlier if other["recipe"] != recipe]
     save_json(path, rows=[*others, row])
+
+
+def read_json(path: Path) -> Row:
+    content: Row = json.loads(path.read_text(encoding="utf-8"))
+    return content
 
 
 # ---- what is shown -------------------------------------------------------------------------------
@@ -476,12 +485,52 @@ def perplexity_of(row: Row, dense: Mapping[str, list[float]], name: str) -> str:
     return f"{row[f'perplexity_{name}']:.1f} ± {100 * reach:.0f} %"
 
 
+def name_of(recipe: Row) -> str:
+    return f"{recipe['family']}, keep {recipe['keep']:g}, {recipe['optimizer']}"
+
+
+def draw(result: Row) -> Figure:
+    """Held-out perplexity by tokens, a panel for each text; the dense model's is dashed."""
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, len(smollm2.TEXTS))
+    for axes, (text, title) in zip(panels, smollm2.TEXTS.items(), strict=True):
+        for run_row in result["rows"]:
+            tokens = [point["tokens"] for point in run_row["curve"]]
+            perplexities = [point[f"perplexity_{text}"] for point in run_row["curve"]]
+            axes.plot(tokens, perplexities, "-o", label=name_of(run_row["recipe"]))
+            dense = math.exp(fmean(run_row["dense"][text]))
+        axes.axhline(dense, color="black", linestyle="--", label="dense")
+        axes.set(xlabel="tokens of healing", title=f"perplexity of held-out {title}")
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize="small")
+    return figure
+
+
+def numbers(result: Row) -> dict[str, str]:
+    """Of the last run: its tokens, and perplexities before and after."""
+    if not result["rows"]:
+        return {}
+    run_row = result["rows"][-1]
+    recipe, first, last = run_row["recipe"], run_row["curve"][0], run_row["curve"][-1]
+    found = {
+        "heal.tokens": f"{last['tokens']:,}",
+        "heal.lr": f"{recipe['lr']:g}",
+        "heal.rate": f"{last['tokens'] / last['seconds']:.0f}",
+        "heal.calibration": f"{recipe['calibration'] * recipe['context']:,}",
+    }
+    for text in smollm2.TEXTS:
+        found[f"heal.{text}_before"] = f"{first[f'perplexity_{text}']:.1f}"
+        found[f"heal.{text}_after"] = f"{last[f'perplexity_{text}']:.1f}"
+        found[f"heal.{text}_dense"] = f"{math.exp(fmean(run_row['dense'][text])):.1f}"
+    return found
+
+
 def markdown(result: Row) -> str:
     """The curve of each recipe that has run to its end or is on its way."""
     lines = []
     for run_row in result["rows"]:
         recipe = run_row["recipe"]
-        name = f"{recipe['family']}, keep {recipe['keep']:g}, {recipe['optimizer']}"
+        name = name_of(recipe)
         if run_row["step"] < run_row["steps"]:
             tokens = run_row["step"] * recipe["batch"] * recipe["window"]
             name += f" (on its way, {tokens:,} of {recipe['tokens']:,} tokens)"
@@ -493,7 +542,7 @@ def markdown(result: Row) -> str:
     return report.table(["", "tokens", "Wikipedia", "C4", "s"], lines)
 
 
-EXPERIMENT = Shown(name=NAME, tables={"healing": markdown})
+EXPERIMENT = Shown(name=NAME, numbers=numbers, tables={"healing": markdown})
 
 
 def main(argv: list[str] | None = None) -> Healing:

@@ -137,6 +137,7 @@ def test_the_same_command_goes_on_where_the_last_one_ended(tmp_path, capsys):
     assert row["curve"][0] == started.curve[0]
     assert row["seconds"] == round(finished.seconds, 1)
     assert "6 of 6 steps, 288 tokens" in capsys.readouterr().out
+    assert (tmp_path / "heal.png").stat().st_size > 0
 
 
 # ---- states --------------------------------------------------------------------------------------
@@ -490,3 +491,36 @@ def test_the_page_has_a_line_for_each_point_of_each_curve():
         ["BTT, keep 0.6, adamw", *before],
         ["BTT, keep 0.6, adamw", *after],
     ]
+
+
+def test_the_sentences_have_the_last_runs_tokens_and_perplexities():
+    nats = {"wiki": [math.log(15.0)], "c4": [math.log(30.0)]}
+    first = make_point(0, [3.0], 0.0) | {"perplexity_wiki": 26.04, "perplexity_c4": 61.0}
+    last = make_point(999_424, [3.0], 4000.0)
+    earlier = {"recipe": asdict(heal.Recipe(lr=1.0)), "dense": nats, "curve": [first, first]}
+    run = {"recipe": asdict(heal.Recipe()), "dense": nats, "curve": [first, last]}
+    assert heal.numbers({"rows": []}) == {}
+    assert heal.numbers({"rows": [earlier, run]}) == {
+        "heal.tokens": "999,424",
+        "heal.lr": "0.0001",
+        "heal.rate": "250",
+        "heal.calibration": "65,536",
+        "heal.wiki_before": "26.0",
+        "heal.wiki_after": "20.0",
+        "heal.wiki_dense": "15.0",
+        "heal.c4_before": "61.0",
+        "heal.c4_after": "40.0",
+        "heal.c4_dense": "30.0",
+    }
+
+
+def test_the_picture_has_the_curve_of_each_run_and_the_dense_models_perplexity():
+    nats = {"wiki": [math.log(15.0)], "c4": [math.log(30.0)]}
+    points = [make_point(0, [3.0], 0.0), make_point(96, [3.0], 1.0)]
+    row = {"recipe": asdict(heal.Recipe()), "dense": nats, "curve": points}
+    wiki, c4 = heal.draw({"rows": [row]}).axes
+    curve, dense = c4.lines
+    assert [*curve.get_xdata()] == [0, 96]
+    assert [*curve.get_ydata()] == [40.0, 40.0]
+    assert [*dense.get_ydata()] == pytest.approx([30.0, 30.0])
+    assert [*wiki.lines[0].get_ydata()] == [20.0, 20.0]
