@@ -23,6 +23,8 @@ from ._rates import (
     remove_guard,
     require_kept,
     require_names,
+    require_new,
+    require_shapes,
     scale_rates,
     set_rates,
 )
@@ -57,7 +59,8 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         model: any module, converted or not.
-        lr: the dense model's rate; a number, or a tensor of one number, which all groups share.
+        lr: the dense model's rate; a number, or a tensor of one number, which all groups share:
+            ReduceLROnPlateau changes it once for each group, so give that a number.
         betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, fused: as of
             torch.optim.AdamW.
         base, depth, masses, structure_aware, weight_decay_scaling: as of `param_groups`.
@@ -139,6 +142,7 @@ class AdamW(torch.optim.AdamW):
         group.update(fit(AdamW.__init__, group))
         _check_betas(group["betas"])
         parameters = list_parameters(group["params"])
+        require_new(self.param_groups, parameters)
         if "lr_mult" not in group:
             for divided_group in self._divide(group, parameters):
                 super().add_param_group(divided_group)
@@ -233,6 +237,7 @@ class AdamW(torch.optim.AdamW):
         require_kept(state_dict, "torch.optim.AdamW(param_groups(model, lr))")
         state_dict = remove_guard(state_dict)
         require_names(self.param_groups, state_dict["param_groups"])
+        require_shapes(self.param_groups, state_dict)
         super().load_state_dict(state_dict)
 
 

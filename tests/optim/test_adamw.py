@@ -389,6 +389,16 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
     assert {group["lr"] for group in optimizer.param_groups} == {LR}
 
 
+def test_parameters_are_added_all_or_none():
+    model = model_of()
+    optimizer = AdamW(model, LR)
+    groups = len(optimizer.param_groups)
+    model.insert(0, nn.Linear(16, 16))  # its weight comes before the bias, which is held
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        optimizer.add_param_group({"params": [model[0].weight, model[1].bias]})
+    assert len(optimizer.param_groups) == groups
+
+
 # ---- a rate that carries over --------------------------------------------------------------------
 
 
