@@ -23,6 +23,8 @@ from ._rates import (
     remove_guard,
     require_kept,
     require_names,
+    require_new,
+    require_shapes,
     scale_rates,
     set_rates,
 )
@@ -57,7 +59,8 @@ class AdamW(torch.optim.AdamW):
 
     Args:
         model: any module, converted or not.
-        lr: the dense model's rate; a number, or a tensor of one number, which all groups share.
+        lr: the dense model's rate; a number, or a tensor of one number, which all groups share:
+            ReduceLROnPlateau changes it once for each group, so give that a number.
         betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, fused: as of
             torch.optim.AdamW.
         base, depth, masses, structure_aware, weight_decay_scaling: as of `param_groups`.
@@ -139,6 +142,7 @@ class AdamW(torch.optim.AdamW):
         group.update(fit(AdamW.__init__, group))
         _check_betas(group["betas"])
         parameters = list_parameters(group["params"])
+        require_new(self.param_groups, parameters)
         if "lr_mult" not in group:
             for divided_group in self._divide(group, parameters):
                 super().add_param_group(divided_group)
@@ -187,12 +191,12 @@ class AdamW(torch.optim.AdamW):
         closure, which sees the dense model's rates.
 
         Raises:
-            RuntimeError: before the first step, a core has a gradient and is in no group: `convert`
-                came after the optimizer.
+            RuntimeError: parameters have left the model, and others that have gradients are in no
+                group: `convert` came after the optimizer. Nothing has changed.
         """
         loss = torch.enable_grad()(closure)() if closure is not None else None
-        if not self.state and not torch.compiler.is_compiling():
-            self._require_cores()
+        if not torch.compiler.is_compiling():
+            self._require_current()
         rates = scale_rates(self.param_groups)
         try:
             _step_at_scaled_rates(self)
@@ -200,15 +204,24 @@ class AdamW(torch.optim.AdamW):
             set_rates(self.param_groups, rates)
         return loss
 
-    def _require_cores(self) -> None:
+    def _require_current(self) -> None:
+        """Raises RuntimeError where the model has other parameters than when its groups were made,
+        and they have gradients."""
         held = {id(parameter) for group in self.param_groups for parameter in group["params"]}
-        for info in parameters_of(self.model):
-            is_core = info.weight.core is not None
-            if is_core and info.parameter.grad is not None and id(info.parameter) not in held:
-                raise RuntimeError(
-                    f"{info.name} is in no group of this optimizer: the model was converted (or "
-                    "sharded) after it was made; convert first, then make the optimizer"
-                )
+        current = dict[int, nn.Parameter]()
+        for module in self.model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    current[id(parameter)] = parameter
+        if held <= current.keys():
+            return
+        missed = [p for p in current.values() if p.grad is not None and id(p) not in held]
+        if missed:
+            names = {info.parameter: info.name for info in parameters_of(self.model)}
+            raise RuntimeError(
+                f"{names[missed[0]]} is in no group of this optimizer: the model was converted (or "
+                "sharded) after it was made; convert first, then make the optimizer"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with a last group without parameters: see `load_state_dict`."""
@@ -224,6 +237,7 @@ class AdamW(torch.optim.AdamW):
         require_kept(state_dict, "torch.optim.AdamW(param_groups(model, lr))")
         state_dict = remove_guard(state_dict)
         require_names(self.param_groups, state_dict["param_groups"])
+        require_shapes(self.param_groups, state_dict)
         super().load_state_dict(state_dict)
 
 

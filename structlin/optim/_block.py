@@ -24,7 +24,14 @@ from .._tensors import Dtype, Rate
 from .._torch import foreach_add_, foreach_lerp_, foreach_mul_, foreach_norm, foreach_sub_
 from ..duality import Method, choose_polar
 from ._depth import Depth
-from ._rates import KEPT, list_parameters, require_kept, require_names
+from ._rates import (
+    KEPT,
+    list_parameters,
+    require_kept,
+    require_names,
+    require_new,
+    require_shapes,
+)
 from ._roster import (
     NONFINITE,
     SCALES,
@@ -243,12 +250,19 @@ class BlockOptimizer(Optimizer):
             self._roster.read()
             self._read_model()
         self._roster.require_owned(params)
+        require_new(self.param_groups, params)
+        for kind_group in self._divide(group, params):
+            super().add_param_group(kind_group)
+
+    def _divide(self, group: dict[str, Any], params: list[Tensor]) -> list[dict[str, Any]]:
+        """A group for each kind of parameter."""
         alike: dict[_Kind, list[Tensor]] = defaultdict(list)
         for p in params:
             if p.is_meta and p.requires_grad:
                 name = self._roster.names[p]
                 raise ValueError(f"{name} is on meta: materialise the model first (to_empty)")
             alike[self._kinds[p]].append(p)
+        divided = []
         for kind in sorted(alike, key=lambda kind: kind[:2]):
             kind_group = {**group, "params": alike[kind], "kind": _KINDS[kind.number]}
             kind_group["param_names"] = [self._roster.names[p] for p in alike[kind]]
@@ -264,7 +278,8 @@ class BlockOptimizer(Optimizer):
             kind_group[KEPT] = True
             kind_group["weight_decay"] = group["weight_decay"] * kind.decay
             kind_group["eps"] = group["eps"] * kind.eps
-            super().add_param_group(kind_group)
+            divided.append(kind_group)
+        return divided
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -515,18 +530,11 @@ class BlockOptimizer(Optimizer):
         """
         require_kept(state_dict, f"{type(self).__name__} of structlin 0.2")
         require_names(self.param_groups, state_dict["param_groups"])
+        require_shapes(self.param_groups, state_dict)
         for group in state_dict["param_groups"]:
             self._check_options({key: group[key] for key in self.defaults if key in group})
-        params = [p for group in self.param_groups for p in group["params"]]
         ids = [n for group in state_dict["param_groups"] for n in group["params"]]
         states = [state_dict["state"].get(n, {}) for n in ids]
-        for p, state in zip(params, states, strict=True):
-            for key in ("momentum_buffer", "exp_avg"):
-                if key in state and state[key].shape != p.shape:
-                    raise ValueError(
-                        f"state_dict is of another model: {self._roster.names[p]} is "
-                        f"{tuple(p.shape)} here and {tuple(state[key].shape)} there"
-                    )
         super().load_state_dict(state_dict)
         # the state of another block optimizer lacks the options of this one
         options = {name: self.defaults[name] for name in self._option_names}

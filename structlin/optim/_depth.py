@@ -52,7 +52,8 @@ class Depth:
 
     Raises:
         ValueError: `base` or `alpha` is out of range. Where a model is read: no block is found, or
-            blocks in several places; a layer of `ends` is in no block, or is weight-normalised.
+            blocks in several places; a layer of `ends` is in no block, or is weight-normalised
+            or parametrised.
 
     >>> block = lambda: nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
     >>> model = nn.ModuleList(block() for _ in range(8))
@@ -126,6 +127,13 @@ class Depth:
             for n in rule.means:
                 modules[layers[n].module] = layers[n].name
         blocks = self.find_blocks(model)
+        for module, name in modules.items():
+            if not _has_plain_weight(module):
+                raise ValueError(
+                    f"ends={self.ends!r}: the weight of {name!r} is made of parameters whose size "
+                    "may say nothing (weight_norm or another parametrization): multiply the branch "
+                    "in the model's forward"
+                )
         ends = set()
         for info in parameters_of(model):
             if info.owner not in modules:
@@ -143,3 +151,14 @@ class Depth:
                     continue
             ends.add(info.name)
         return ends
+
+
+def _has_plain_weight(layer: nn.Module) -> bool:
+    """Whether the weight, or every core, is a parameter by itself, or one that is pruned. Then a
+    multiple of the parameter is a multiple of the weight."""
+    holder = layer
+    names = ["weight"]
+    if isinstance(layer, StructuredLinear):
+        holder, names = layer.cores, layer.core_names
+    held = holder._parameters.keys()
+    return all(name in held or f"{name}_orig" in held for name in names)

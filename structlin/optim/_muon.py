@@ -57,7 +57,8 @@ class Muon(BlockOptimizer):
         params: a module, or what torch optimizers take (parameters, or dicts with options of their
             own) and `model=`.
         lr: of hidden matrices, in units of operator norm per step; a number or a 0-D tensor, which
-            torch.compile sees change.
+            torch.compile sees change. All groups share it, and ReduceLROnPlateau changes it once
+            for each of them, so give that a number.
         model: the module that owns the parameters, where `params` is not it.
         momentum: of the average of gradients.
         weight_decay: decoupled: W <- (1 - rate * weight_decay) W first; matrices and embeddings

@@ -16,6 +16,7 @@ from .._model.parameters import Weight
 from .._structure.arguments import checked, require_keys
 from .._torch import foreach_copy_, foreach_zero_
 from ..duality import promote, spectral_bound
+from ._rates import require_shapes
 from ._roster import Masses, Roster
 from ._sharding import gather_whole, local_gradient, local_part
 from ._stacks import map_stacked, to_matrices
@@ -48,6 +49,7 @@ class Wrapper(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
+        require_shapes(self.param_groups, state_dict)
         self.base.load_state_dict(state_dict)
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)

@@ -7,6 +7,8 @@ from torch import Tensor, nn
 from .._structure.arguments import require_keys
 
 KEPT = "keeps_ratios"  # of a group: its "lr" is the dense model's, its step's is lr * lr_mult
+# of a state: they have the shape of their parameter
+AVERAGES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 GUARD = "guards_ratios"  # of the last group of a state, which has no parameters
 
 
@@ -64,6 +66,34 @@ def require_names(groups: list[dict[str, Any]], saved_groups: list[dict[str, Any
     if set(names) == set(saved):
         difference = "its parameters are in another order or in other groups"
     raise ValueError(f"state_dict is of another model: {difference}")
+
+
+def require_shapes(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
+    """Raises ValueError where an average of a state is of another shape than its parameter, as in
+    the state of the same model with other ranks or widths."""
+    saved_groups = state_dict["param_groups"]
+    for group, saved_group in zip(groups, saved_groups, strict=False):
+        pairs = zip(group["params"], saved_group["params"], strict=False)
+        for n, (parameter, number) in enumerate(pairs):
+            state = state_dict["state"].get(number, {})
+            for key in AVERAGES:
+                average = state.get(key)
+                if not isinstance(average, Tensor) or average.shape == parameter.shape:
+                    continue
+                names = group.get("param_names")
+                name = names[n] if names else f"parameter {n} of its group"
+                raise ValueError(
+                    f"state_dict is of another model: {name} is {tuple(parameter.shape)} here and "
+                    f"{tuple(average.shape)} there"
+                )
+
+
+def require_new(groups: list[dict[str, Any]], params: list[Tensor]) -> None:
+    """Raises ValueError where a parameter is in a group already, or twice among `params`."""
+    held = {id(parameter) for group in groups for parameter in group["params"]}
+    held_or_listed = held | {id(parameter) for parameter in params}
+    if len(held_or_listed) < len(held) + len(params):
+        raise ValueError("some parameters appear in more than one parameter group")
 
 
 def list_parameters(params: Any) -> list[Tensor]:

@@ -91,7 +91,6 @@ class Transfer:
         * fan_out for each token, and an entry of the core meets `repeat` of them: its gradient is
         of order 1 / (batch * fan_out), that of a dense weight 1 / out_features (equation 40).
         """
-        factor = 1 / self._growth(info)
         if info.weight.kind == "matrix":
             widths = _widths(info.owner, info.weight)
             base = self._base_widths(info, widths)
@@ -99,6 +98,8 @@ class Transfer:
             if info.weight.core is not None and self.structure_aware:
                 core, _ = _core(info)
                 factor *= widths.out_features / (core.batch * core.fan_out)
+        else:
+            factor = 1 / self._growth(info)
         inside = self.multiplier if info.name in self.inside else 1.0
         return factor * inside / self._storage_factor(info)
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from structlin import BTT, Kronecker, StructuredLinear, convert, param_groups
+from structlin import BTT, Kronecker, StructuredLinear, convert, densify, param_groups
 from structlin.optim import AdamW, Depth, _adamw
 from tests.models import GPT
 
@@ -389,6 +389,16 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing():
     assert {group["lr"] for group in optimizer.param_groups} == {LR}
 
 
+def test_parameters_are_added_all_or_none():
+    model = model_of()
+    optimizer = AdamW(model, LR)
+    groups = len(optimizer.param_groups)
+    model.insert(0, nn.Linear(16, 16))  # its weight comes before the bias, which is held
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        optimizer.add_param_group({"params": [model[0].weight, model[1].bias]})
+    assert len(optimizer.param_groups) == groups
+
+
 # ---- a rate that carries over --------------------------------------------------------------------
 
 
@@ -408,9 +418,14 @@ def test_the_first_step_changes_what_a_layer_does_by_as_much_for_every_structure
     assert 0.2 < norm < 2.5 * sqrt(2)
 
 
-def test_an_optimizer_that_was_made_before_convert_is_refused_at_its_first_step():
+@pytest.mark.parametrize("steps_before", [0, 2])
+def test_an_optimizer_that_was_made_before_convert_is_refused_at_every_step(steps_before):
     model = nn.Sequential(nn.Linear(16, 16))
     optimizer = AdamW(model, 1e-3)
+    for _ in range(steps_before):
+        optimizer.zero_grad()
+        model(torch.ones(2, 16)).square().sum().backward()
+        optimizer.step()
     convert(model, BTT(rank=1))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     model(torch.ones(2, 16)).square().sum().backward()
@@ -419,3 +434,20 @@ def test_an_optimizer_that_was_made_before_convert_is_refused_at_its_first_step(
     assert all(map(torch.equal, model.parameters(), before))
     AdamW(model, 1e-3).step()
     assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_a_densified_model_is_refused_and_one_that_only_lost_or_only_grew_a_layer_is_not():
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    optimizer = AdamW(convert(model, BTT(rank=1)), 1e-3)
+    del model[2]
+    model(torch.ones(2, 16)).square().sum().backward()
+    optimizer.step()
+    grown = convert(nn.Sequential(nn.Linear(16, 16)), BTT(rank=1))
+    other = AdamW(grown, 1e-3)
+    grown.append(nn.Linear(16, 16))  # another optimizer may step it
+    grown(torch.ones(2, 16)).square().sum().backward()
+    other.step()
+    densify(model)
+    model(torch.ones(2, 16)).square().sum().backward()
+    with pytest.raises(RuntimeError, match=r"0\.weight is in no group.* convert first"):
+        optimizer.step()

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from structlin import BTT, LowRank, convert, param_groups
 from structlin.optim import Depth, Muon
@@ -211,6 +212,21 @@ def test_exponents_and_depths_out_of_range_are_refused(make, message):
 def test_a_depth_that_cannot_be_read_is_refused(optimizer, model, ends, message):
     with pytest.raises(ValueError, match=message):
         optimizer(model, 1e-3, depth=Depth(base=2, ends=ends))
+
+
+@pytest.mark.parametrize("kind", ["weight_norm", "spectral_norm"])
+def test_a_parametrised_layer_is_no_end_and_nothing_is_scaled(kind):
+    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4))
+    getattr(nn.utils.parametrizations, kind)(model[2][1])
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ValueError, match=r"the weight of '2\.1' is made of parameters"):
+        Depth(base=1, ends="*1").scale_(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    prune.l1_unstructured(model[0][0], "weight", 0.5)
+    pruned = model[0][0].weight.clone()
+    Depth(base=1, ends="*0").scale_(model)
+    model[0][0](torch.ones(1, 4))  # the hook of pruning makes the weight
+    assert torch.equal(model[0][0].weight, pruned / 4)
 
 
 def test_a_layer_that_was_scaled_is_not_scaled_again_and_other_layers_still_can_be():

@@ -142,6 +142,15 @@ def test_a_rate_tuned_at_a_base_width_transfers_by_mup():
     assert {by_model[name] for name in ("wte.weight", "h.0.ln_1.bias", "h.0.mlp.c_fc.bias")} == {1}
 
 
+def test_a_base_may_be_converted_too():
+    small, large = GPT(width=64), GPT(width=256)
+    convert(large, BTT(rank=2), include="ffn")
+    converted = convert(GPT(width=64), LowRank(rank=2), include="ffn")
+    for key in ("lr_mult", "eps"):
+        by_dense = flat(param_groups(large, 0.01, eps=1e-8, base=small), key)
+        assert by_dense == flat(param_groups(large, 0.01, eps=1e-8, base=converted), key)
+
+
 TWINS = {  # a model, one a quarter as wide, and the parameters whose fan-in is four times as large
     "convolution": (nn.Conv2d(32, 8, 3), nn.Conv2d(8, 8, 3), ["weight"]),
     "convolution, by widths": (nn.Conv2d(32, 8, 3), {9 * 32: 9 * 8}, ["weight"]),

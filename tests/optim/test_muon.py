@@ -453,6 +453,18 @@ def test_parameters_that_do_not_fit_are_refused(make, message):
         make(nn.Linear(4, 4))
 
 
+def test_parameters_are_added_all_or_none():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    optimizer = Muon(model)
+    groups = len(optimizer.param_groups)
+    model.append(nn.Linear(8, 8))
+    with pytest.raises(ValueError, match="appear in more than one parameter group"):
+        optimizer.add_param_group({"params": [model[2].weight, model[0].bias]})
+    with pytest.raises(ValueError, match=r"lr=0\.0 must be positive"):
+        optimizer.add_param_group({"params": model[2], "lr": 0.0})
+    assert len(optimizer.param_groups) == groups
+
+
 def test_a_state_dict_of_another_model_names_what_differs():
     model = convert(GPT(depth=1), BTT(), include="ffn")
     optimizer = Muon(model)

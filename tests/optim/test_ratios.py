@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler, swa_utils
 from torch.optim import optimizer as torchs
 
 from benchmarks.zoo import import_timm
-from structlin import BTT, convert, keep_ratios, param_groups
+from structlin import BTT, LowRank, convert, keep_ratios, param_groups
 from structlin.optim import SOAP, AdamW, Muon, Normed
 from structlin.optim._block import BlockOptimizer
 
@@ -341,6 +341,30 @@ def test_a_state_goes_neither_to_nor_from_an_optimizer_that_does_not_keep_ratios
     assert {group["lr"] for group in optimizer.param_groups} == {LR}
     for state in (AdamW(model, LR).state_dict(), keep_ratios(plain).state_dict()):
         optimizer.load_state_dict(state)  # the two who keep them read each other's
+
+
+OF_ANOTHER_RANK = {
+    "AdamW": lambda model: AdamW(model, LR),
+    "Muon": lambda model: Muon(model, LR),
+    "keep_ratios": lambda model: keep_ratios(torch.optim.AdamW(param_groups(model, LR))),
+    "Normed": lambda model: Normed(torch.optim.SGD(model.parameters(), LR, momentum=0.9), model),
+}
+
+
+@pytest.mark.parametrize("make_one", OF_ANOTHER_RANK.values(), ids=OF_ANOTHER_RANK)
+def test_a_state_of_another_rank_is_refused_though_names_and_groups_are_the_same(make_one):
+    def model_of_rank(rank):
+        return convert(nn.Sequential(nn.Linear(16, 36), nn.Linear(36, 16)), LowRank(rank=rank))
+
+    model, other = model_of_rank(4), model_of_rank(8)
+    optimizer, other_optimizer = make_one(model), make_one(other)
+    fill_gradients(other, 0)
+    other_optimizer.step()
+    with pytest.raises(
+        ValueError, match=r"another model: .* is \(1, 4, 16\) here and \(1, 8, 16\)"
+    ):
+        optimizer.load_state_dict(other_optimizer.state_dict())
+    assert not optimizer.state
 
 
 def test_muon_refuses_a_state_from_when_each_group_had_a_rate_of_its_own():
