@@ -231,6 +231,15 @@ def test_a_layer_keeps_device_dtype_grad_mode_training_flag_and_bias():
         assert all(core.dtype == torch.bfloat16 for core in model.get_submodule(name).cores)
 
 
+def test_lazy_layers_whose_widths_nobody_knows_yet_stay_beside_those_that_are_converted():
+    model = nn.Sequential(nn.LazyConv1d(4, 1), nn.Flatten(), nn.LazyLinear(16), nn.Linear(16, 64))
+    planned = plan(model, LowRank(rank=2))
+    assert "is a LazyLinear" in str(planned)
+    convert(model, LowRank(rank=2))
+    assert type(model[3]) is StructuredLinear
+    assert model(torch.ones(2, 3, 5)).shape == (2, 64)
+
+
 def test_a_model_on_meta_stays_there_until_it_is_initialised():
     with torch.device("meta"):
         model = GPT()
