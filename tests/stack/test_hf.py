@@ -432,6 +432,19 @@ def test_a_conv1d_without_a_weight_of_its_own_stays_dense_with_a_reason(normalis
     assert summary(planned.apply()).rows
 
 
+def test_an_attribute_of_a_layer_is_there_after_from_pretrained(tmp_path):
+    class Scaled(transformers.GPT2LMHeadModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.transformer.h[0].mlp.c_fc.scale = 2.0
+
+    model = convert(Scaled(MODELS["gpt2"]().config), BTT(rank=2))
+    model.save_pretrained(tmp_path)
+    layer = Scaled.from_pretrained(tmp_path).transformer.h[0].mlp.c_fc
+    assert type(layer) is StructuredLinear
+    assert layer.scale == 2.0
+
+
 # ---- what the file lacks -------------------------------------------------------------------------
 
 
