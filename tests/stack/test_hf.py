@@ -419,6 +419,15 @@ def test_a_loaded_model_takes_dtypes_and_dequantize_as_the_one_that_was_saved(qu
         dense.dequantize()
 
 
+def test_dequantize_refuses_what_would_lose_a_hook_as_densify_does():
+    model = converted("gpt2")
+    model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *_: None)
+    before = structures(model)
+    with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc' has hooks, which would be lost"):
+        model.dequantize()
+    assert structures(model) == before
+
+
 @pytest.mark.parametrize("normalise", [prune_half, torch.nn.utils.weight_norm])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
 def test_a_conv1d_without_a_weight_of_its_own_stays_dense_with_a_reason(normalise):
