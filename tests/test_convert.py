@@ -120,6 +120,11 @@ def test_the_first_override_that_matches_holds():
         ({"structure": "btt"}, TypeError, "structure='btt' must be a family"),
         ({"structure": None}, TypeError, "structure=None must be a family"),
         ({"overrides": ["*c_fc"]}, TypeError, "overrides=.* must be a mapping"),
+        (
+            {"overrides": {"*mlp*": LowRank(rank=4), "h.1.mlp.c_fc": None}},
+            ValueError,
+            r"'h\.1\.mlp\.c_fc' is for no layer: .* is for overrides: '\*mlp\*', which stands bef",
+        ),
         ({"include": 3}, TypeError, "3 is no pattern"),
         ({"include": ["*mlp*", ""]}, TypeError, "'' is no pattern"),
         ({"overrides": {"*c_fc": LowRank}}, TypeError, "must be a family"),
