@@ -18,7 +18,7 @@ import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import distributions
 from io import StringIO
 from pathlib import Path
@@ -30,7 +30,11 @@ from torch import Tensor
 
 import structlin
 
+from ._layer.experts import StructuredExperts
+from ._model.linears import Replacement, replace_layers
 from ._model.saved import SavedLayer, read_saved
+from ._model.stacks import ExpertsLayer
+from ._structure.families import FAMILIES, label
 from ._tables import Table, hide_numbers, name_group, percent
 
 PACKAGES = ("einops", "safetensors", "transformers", "gguf")
@@ -104,9 +108,9 @@ def show_saved(path: Path) -> Result:
         names_of_pattern[pattern].append(layer.name)
         groups[pattern, f"{layer.in_features} -> {layer.out_features}", layer.label].append(layer)
     table = Table("layer", "x", "in -> out", "structure", "params", "/dense")
-    for (pattern, shape, label), layers in groups.items():
+    for (pattern, shape, structure), layers in groups.items():
         name = name_group([layer.name for layer in layers], names_of_pattern[pattern])
-        table.row(name, f"{len(layers)}", shape, label, *count_cells(layers))
+        table.row(name, f"{len(layers)}", shape, structure, *count_cells(layers))
     count = f"{len(saved.layers)}"
     table.row("structured layers", count, "", "", *count_cells(saved.layers))
     table.row("other numbers", "", "", "", f"{saved.other_numbers:,}")
@@ -138,13 +142,22 @@ def plan(options: argparse.Namespace) -> Result:
         include=options.include,
         exclude=options.exclude,
     )
-    structures = {}
+    structures = {}  # of the linear layers
+    stacks = []  # of experts
     reasons = {}
     for decision in planned.decisions:
-        structures[decision.layer.name] = decision.structure
+        layer = decision.layer
         if decision.structure is None:
-            reasons[decision.layer.name] = decision.reason
-    summary = structlin.summary(structlin.plan(model, overrides=structures).apply())
+            reasons[layer.name] = decision.reason
+        if not isinstance(layer, ExpertsLayer):
+            structures[layer.name] = decision.structure
+        elif decision.structure is not None and decision.resolved is not None:
+            stack = StructuredExperts(layer.lay, decision.resolved, device="meta")
+            stack.label = label(decision.structure)
+            stacks.append(Replacement(layer.names, stack))
+    if any(structures.values()):
+        structlin.plan(model, overrides=structures).apply()
+    summary = structlin.summary(replace_layers(model, stacks))
     lines = [str(summary), ""]
     for reason, n in Counter(reasons.values()).items():
         lines.append(f"dense, {n} layers: {reason}")
@@ -422,20 +435,54 @@ def parse_structure(text: str) -> structlin.Family:
     Raises:
         ValueError: it names no family, or not all that it needs.
 
-    >>> parse_structure("BTT(rank=2)"), parse_structure("monarch")
+    >>> parse_structure("BTT(2)"), parse_structure("monarch")
     (BTT(rank=2, cores=2), Monarch(blocks=4))
+    >>> parse_structure("Split(3, of=LowRank(rank=8))")
+    Split(split=3, of=LowRank(rank=8))
     """
     try:
         node = ast.parse(text.strip(), mode="eval").body
-        call = node if isinstance(node, ast.Call) and not node.args else ast.Call(node, [], [])
-        options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        name = ast.unparse(call.func)
-    except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
+        return read_family(call)
+    except (SyntaxError, RecursionError, MemoryError):
         raise ValueError(f"structure {text!r} is not written like BTT(rank=1)") from None
-    try:
-        return structlin.family(name, **options)
     except TypeError as error:
         raise ValueError(str(error)) from None
+
+
+def read_family(call: ast.Call) -> structlin.Family:
+    """The family that is called.
+
+    Raises:
+        SyntaxError: it is written otherwise.
+        ValueError, TypeError: what `structlin.family` raises; too many arguments without a name.
+    """
+    name = ast.unparse(call.func)
+    kind = FAMILIES.get(name.lower())
+    # as a dataclass takes them: those without a name first, in the order of its fields
+    places = [] if kind is None else [f.name for f in fields(kind) if f.init and not f.kw_only]
+    if kind is not None and len(call.args) > len(places):
+        raise ValueError(f"{ast.unparse(call)}: only {places} may stand there without a name")
+    options = {place: read_value(node) for place, node in zip(places, call.args, strict=False)}
+    for keyword in call.keywords:
+        if keyword.arg in options:
+            raise ValueError(f"{ast.unparse(call)} has {keyword.arg}= twice")
+        options[str(keyword.arg)] = read_value(keyword.value)
+    return structlin.family(name, **options)
+
+
+def read_value(node: ast.expr) -> Any:
+    """An option of a family: another family, or a number, text or tuple.
+
+    Raises:
+        SyntaxError: it is none of these.
+    """
+    if isinstance(node, ast.Call) and ast.unparse(node.func).lower() in FAMILIES:
+        return read_family(node)
+    try:
+        return ast.literal_eval(node)
+    except (TypeError, ValueError):
+        raise SyntaxError(ast.unparse(node)) from None
 
 
 def read_text(path: str) -> str:

@@ -23,13 +23,14 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from ._convert.densify import densify
 from ._hosts.transformers import holds_parts
 from ._layer.experts import StructuredExperts
 from ._layer.linear import StructuredLinear
 from ._layer.state import GUARD
 from ._model.files import describe, restructure
-from ._model.linears import Replacement, build_dense_layer, replace_layers, structured_layers
-from ._model.stacks import build_dense_experts, structured_experts
+from ._model.linears import replace_layers
+from ._model.stacks import structured_experts
 
 __all__ = ["declare"]
 METHOD = "structlin"
@@ -112,21 +113,12 @@ class StructlinQuantizer(HfQuantizer):
             )
 
     def dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
-        """The model with dense layers; transformers' `model.dequantize()` calls this.
+        """`densify`, and a dtype; transformers' `model.dequantize()` calls this.
 
         Raises:
-            ValueError: a layer has an activation between its cores, so that it has no matrix.
+            ValueError: what `densify` raises. The model is then as it was.
         """
-        layers = structured_layers(model)
-        for layer, module in layers:
-            module.structure.require_matrix(f"layer {layer.name!r}: dequantize")
-        replacements = [
-            Replacement(layer.names, build_dense_layer(module)) for layer, module in layers
-        ]
-        for stack, names in structured_experts(model).items():
-            replacements.append(Replacement(names, build_dense_experts(stack)))
-        replace_layers(model, replacements)
-        declare(model)
+        densify(model)
         return model if dtype is None else model.to(dtype)
 
     def get_state_dict_and_metadata(

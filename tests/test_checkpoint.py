@@ -89,6 +89,22 @@ def test_a_model_comes_back_bit_equal_into_a_dense_one(saved):
     assert torch.equal(fresh(TOKENS), model(TOKENS))
 
 
+def test_attributes_that_somebody_has_set_on_a_layer_are_there_after_loading(tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(16, 16)
+            self.up.scale = 2.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.up(x) * self.up.scale
+
+    model = convert(Scaled(), LowRank(rank=2))
+    save(model, tmp_path)
+    x = torch.randn(3, 16)
+    assert torch.equal(load(Scaled(), tmp_path)(x), model(x))
+
+
 def test_frozen_parameters_and_training_mode_are_the_models_own(saved):
     _, path = saved
     fresh = GPT().eval()

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from structlin import LowRank, StructuredLinear, cli, convert, save
+from structlin import BTT, LowRank, Monarch, Split, StructuredLinear, cli, convert, save
 from structlin.cli import find_source, parse_structure, read_model
 
 transformers = pytest.importorskip("transformers")
@@ -63,11 +63,29 @@ def folder(tmp_path_factory):
         ("BTT(rank='2')", "rank='2' must be an integer"),
         ("FFT()", "'FFT' is no family; there are dense, lowrank"),
         ("LowRank", "LowRank needs rank="),
+        ("BTT(2, 3)", "BTT(2, 3): only ['rank'] may stand there without a name"),
+        ("BTT(2, rank=3)", "BTT(2, rank=3) has rank= twice"),
+        ("BTT(*[2])", "is not written like BTT"),
+        ("Split(3, of=exec('1'))", "is not written like BTT"),
     ],
 )
 def test_other_text_is_refused_and_nothing_of_it_runs(text, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         parse_structure(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("BTT(4)", BTT(4)),  # as README and docs write it
+        ("BTT((2, 3), cores=3)", BTT((2, 3), cores=3)),
+        ("lowrank(16)", LowRank(16)),
+        ("Monarch", Monarch()),
+        (repr(Split(3, of=BTT(2))), Split(3, of=BTT(2))),
+    ],
+)
+def test_a_structure_is_written_as_in_python(text, wanted):
+    assert parse_structure(text) == wanted
 
 
 def test_info_says_versions_and_what_multiplies(capsys):
@@ -89,6 +107,21 @@ def test_plan_counts_without_the_weights_and_says_what_stays_dense(capsys, folde
     assert "dense, 6 layers: excluded" in out
     kept = json.loads(run(capsys, "plan", tmp_path, "--keep", 0.5, "--json")[1])
     assert 0.4 < (kept["params"] - 32 * 12) / (8 * 32 * 32 + 6 * 32 * 64) <= 0.5
+
+
+@pytest.mark.parametrize("include", ["ffn", "*experts*"])
+def test_plan_shows_the_experts_of_a_mixture_as_compress_would_make_them(capsys, tmp_path, include):
+    sizes = {"vocab_size": 12, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {
+        "num_experts": 4,
+        "moe_intermediate_size": 32,
+        "architectures": ["Qwen3MoeForCausalLM"],
+    }
+    transformers.Qwen3MoeConfig(**sizes).save_pretrained(tmp_path)
+    code, out, err = run(capsys, "plan", tmp_path, "--keep", "0.5", "--include", include)
+    assert code == 0, err
+    for name in ("gate_up_proj", "down_proj"):
+        assert re.search(rf"experts\.{name} .* LowRank\(rank=\d+\)", out)
 
 
 def test_plan_and_compress_take_one_structure_where_none_is_given(capsys, folder):

@@ -120,6 +120,11 @@ def test_the_first_override_that_matches_holds():
         ({"structure": "btt"}, TypeError, "structure='btt' must be a family"),
         ({"structure": None}, TypeError, "structure=None must be a family"),
         ({"overrides": ["*c_fc"]}, TypeError, "overrides=.* must be a mapping"),
+        (
+            {"overrides": {"*mlp*": LowRank(rank=4), "h.1.mlp.c_fc": None}},
+            ValueError,
+            r"'h\.1\.mlp\.c_fc' is for no layer: .* is for overrides: '\*mlp\*', which stands bef",
+        ),
         ({"include": 3}, TypeError, "3 is no pattern"),
         ({"include": ["*mlp*", ""]}, TypeError, "'' is no pattern"),
         ({"overrides": {"*c_fc": LowRank}}, TypeError, "must be a family"),
@@ -229,6 +234,15 @@ def test_a_layer_keeps_device_dtype_grad_mode_training_flag_and_bias():
     for name, bias in biases.items():
         assert model.get_submodule(name).bias is bias
         assert all(core.dtype == torch.bfloat16 for core in model.get_submodule(name).cores)
+
+
+def test_lazy_layers_whose_widths_nobody_knows_yet_stay_beside_those_that_are_converted():
+    model = nn.Sequential(nn.LazyConv1d(4, 1), nn.Flatten(), nn.LazyLinear(16), nn.Linear(16, 64))
+    planned = plan(model, LowRank(rank=2))
+    assert "is a LazyLinear" in str(planned)
+    convert(model, LowRank(rank=2))
+    assert type(model[3]) is StructuredLinear
+    assert model(torch.ones(2, 3, 5)).shape == (2, 64)
 
 
 def test_a_model_on_meta_stays_there_until_it_is_initialised():

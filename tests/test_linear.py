@@ -42,6 +42,14 @@ def test_a_float64_layer_stays_float64_under_autocast_as_nn_linear_does():
         )
 
 
+@pytest.mark.parametrize("change", [lambda layer: layer, quantize])
+def test_float64_under_autocast_is_refused_by_a_layer_of_another_dtype(change):
+    layer = change(StructuredLinear(16, 16))
+    refused = pytest.raises(TypeError, match="float64, which autocast leaves as it is, the cores")
+    with torch.autocast("cpu", dtype=torch.bfloat16), refused:
+        layer(tokens(3, 16))
+
+
 class Halved(Family):
     def structure(self, in_features, out_features):
         return Structure("i -> o", "o i", i=in_features // 2, o=out_features)

@@ -81,6 +81,10 @@ def quantised(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(torch.zeros(16, 16).as_subclass(Int8Tensor), requires_grad=False)
 
 
+def float8(layer: nn.Linear) -> None:
+    layer.to(torch.float8_e4m3fn)
+
+
 def reshaped(layer: nn.Linear) -> None:
     layer.weight = nn.Parameter(torch.zeros(8, 16))
 
@@ -106,6 +110,7 @@ MORE = "has more than a layer of its kind has, .* lost: "
 PATCHED = "has methods of its own, offloaded or patched, which would be lost: "
 CHANGED: dict[str, tuple[Callable[[nn.Linear], object], str]] = {  # what is done to one layer
     "quantised": (quantised, "has a weight of type Int8Tensor"),
+    "float8": (float8, "has a weight of type Parameter and dtype torch.float8_e4m3fn"),
     "parametrised": (nn.utils.parametrizations.spectral_norm, "Parametrized"),
     "normalised": (nn.utils.parametrizations.weight_norm, "Parametrized"),
     "pruned": (lambda m: prune.random_unstructured(m, "weight", 0.5), "no weight parameter"),

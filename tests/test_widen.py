@@ -181,6 +181,7 @@ def test_a_structured_model_costs_the_same_on_a_device_and_on_none():
         ),
         ({"dense": 0}, ValueError, "dense=0 must be at least 1"),
         ({"multiple": 2.5}, TypeError, "multiple=2.5 must be an integer"),
+        ({"multiple": 2**21}, ValueError, "multiple=2097152 must be at most 1048576"),
         ({"match": "time"}, ValueError, "match='time' is unknown; there are flops, params"),
         (
             {"dense": 2},

@@ -49,7 +49,8 @@ def convert(
             the others.
         exclude: patterns of layers to leave; it wins over everything.
         overrides: pattern -> another structure for these layers, or None to leave them; the first
-            that matches holds, also for layers that `include` does not match.
+            that matches holds, also for layers that `include` does not match. One whose layers
+            are all matched by those before it is an error.
         init: "match": each new layer starts afresh, at the scale of the layer that it replaces: its
             matrix has the Frobenius norm of the old one, zero included, see
             `StructuredLinear.match_norm_`. So a model's own initialisation carries over.

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from math import inf
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import nn
@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from .._model.calls import eval_mode, split_batch
 from .._model.decide import Spec
 from .._model.select import Patterns
-from .._structure.arguments import checked, require_choice, show
+from .._structure.arguments import Range, checked, require_choice, show
 from .._structure.families import DEFAULT, label
 from .._tables import Table, percent
 from .._torch import tree_map
@@ -114,7 +114,7 @@ def widen(
     dense: int | nn.Module,
     match: str = "flops",
     example: Any = None,
-    multiple: int = 16,
+    multiple: Annotated[int, Range(1, MAX_WIDTH)] = 16,
     include: Patterns | None = None,
     exclude: Patterns = (),
     overrides: Mapping[Any, Spec | None] | None = None,

@@ -56,9 +56,16 @@ def check_input(
         raise TypeError(f"x has dtype {x.dtype}; a structured product needs a floating-point input")
     if x.device != core.device:
         raise ValueError(f"x is on {x.device}, the cores are on {core.device}")
-    if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+    if x.dtype == dtype:
+        return
+    if not torch.is_autocast_enabled(x.device.type):
         raise TypeError(
             f"x has dtype {x.dtype}, the cores have {dtype}; cast one of them or use autocast"
+        )
+    if x.dtype == torch.float64:
+        raise TypeError(
+            f"x has dtype {x.dtype}, which autocast leaves as it is, the cores have {dtype}; cast "
+            "one of them"
         )
 
 

@@ -100,6 +100,7 @@ def decide(
 
     meant = [rule for rule in overriding if overrides[rule.pattern] is not None]
     _check_rules([*(included or []), *zeroed, *meant], decisions)
+    _check_order(overriding, layers)
     if all(decision.structure is None for decision in decisions):
         reasons = "; ".join(f"{d.layer.name or 'the model itself'}: {d.reason}" for d in decisions)
         raise ValueError(f"nothing to convert in {type(model).__name__}: {reasons}")
@@ -151,3 +152,16 @@ def _check_rules(rules: Iterable[Rule], decisions: Sequence[Decision]) -> None:
             examples = [decisions[n] for n in sorted(rule.means)[:3]]
             reasons = "; ".join(f"{d.layer.name!r} {d.reason}" for d in examples)
             raise ValueError(f"{rule} converts nothing: {reasons}")
+
+
+def _check_order(overriding: Sequence[Rule], layers: Sequence[Layer]) -> None:
+    """Raises: ValueError: an override means only layers that those before it mean."""
+    for rule in overriding:
+        earlier = {n: find_first(overriding, n) for n in sorted(rule.means)}
+        if rule in earlier.values():
+            continue
+        example, first = next(iter(earlier.items()))
+        raise ValueError(
+            f"{rule} is for no layer: {layers[example].name!r} is for {first}, which stands before "
+            "it; the first that matches holds"
+        )

@@ -28,6 +28,7 @@ from .._layer.state import tell_difference
 from .._structure.arguments import checked, require_choice
 from .._structure.structure import Structure
 from .linears import Layer, Replacement, linear_layers, replace_layers
+from .obstacles import carry_attributes
 from .stacks import ExpertsLayer, expert_layers, structured_experts
 from .transaction import Step, completed_at_end
 
@@ -324,7 +325,10 @@ def _build_layer(layer: Layer, data: Mapping[str, Any]) -> StructuredLinear | No
         difference = difference or tell_difference(old.computes_with(), new.computes_with())
     if difference:
         raise ValueError(f"{difference} in the file")
-    return None if structured else new.train(old.training)
+    if structured:
+        return None
+    carry_attributes(old, new)
+    return new.train(old.training)
 
 
 def _build_experts(

@@ -4,7 +4,7 @@ import re
 from itertools import chain
 from typing import NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from .._hosts import registry
 from .._hosts.transformers import is_conv1d
@@ -46,8 +46,8 @@ def widths(module: nn.Module) -> Widths | None:
     if isinstance(module, nn.Linear | StructuredLinear):
         return Widths(module.in_features, module.out_features)
     if is_conv1d(module):
-        weight = module._parameters["weight"]
-        assert weight is not None
+        weight = module.weight  # no parameter of its own where it is pruned
+        assert isinstance(weight, Tensor)
         return Widths(*weight.shape)
     return None
 

@@ -174,6 +174,8 @@ def find_loose_matrices(model: nn.Module) -> list[LooseMatrices]:
         is_attention = attribute == "in_proj_weight" and isinstance(
             info.owner, nn.MultiheadAttention
         )
+        if not (is_expert or is_attention or is_undeclared(info)):
+            continue  # its shape may not be known yet: it may be a lazy layer's
         shape = tuple(info.parameter.shape)
         if is_expert or is_attention:
             count = info.parameter.numel() // (weight.fan_out * weight.fan_in)
@@ -181,7 +183,7 @@ def find_loose_matrices(model: nn.Module) -> list[LooseMatrices]:
             loose.append(
                 LooseMatrices(info.name, role, shape, count, weight.fan_in, weight.fan_out)
             )
-        elif is_undeclared(info):
+        else:
             loose.append(LooseMatrices(info.name, "experts", shape))
     return loose
 

@@ -80,7 +80,8 @@ def find_obstacle(
         return (
             "has no weight parameter of its own (pruned, weight-normalised or quantised by a hook)"
         )
-    if type(weight) is not nn.Parameter or not weight.is_floating_point():
+    is_real = weight.is_floating_point() and weight.dtype.itemsize > 1  # float8 cannot be drawn
+    if type(weight) is not nn.Parameter or not is_real:
         return f"has a weight of type {type(weight).__name__} and dtype {weight.dtype}"
     if hasattr(weight, "infshape"):
         return "carries a width of the mup package (infshape): train it with param_groups(base=)"

@@ -16,10 +16,22 @@ pytest.importorskip("transformers")
 
 import transformers
 from safetensors.torch import load_file, save_file
+from torch.nn.utils import prune
 from transformers import AutoModel
 
 from benchmarks.zoo import MODELS, logits
-from structlin import BTT, LowRank, StructuredLinear, convert, densify, load, quantize, save
+from structlin import (
+    BTT,
+    LowRank,
+    StructuredLinear,
+    convert,
+    densify,
+    load,
+    plan,
+    quantize,
+    save,
+    summary,
+)
 from structlin._layer.quantized import QuantizedLinear
 from structlin._model.kinds import widths
 from structlin.hf import declare
@@ -30,6 +42,10 @@ def converted(name: str, **options):
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "left dense|these layers grow")
         return convert(model, BTT(rank=2), **options)
+
+
+def prune_half(layer) -> None:
+    prune.l1_unstructured(layer, "weight", 0.5)
 
 
 def structures(model) -> dict[str, object]:
@@ -401,6 +417,41 @@ def test_a_loaded_model_takes_dtypes_and_dequantize_as_the_one_that_was_saved(qu
     assert torch.equal(logits(again, "llama"), logits(dense, "llama"))
     with pytest.raises(ValueError, match="first quantize"):
         dense.dequantize()
+
+
+def test_dequantize_refuses_what_would_lose_a_hook_as_densify_does():
+    model = converted("gpt2")
+    model.transformer.h[0].mlp.c_fc.register_forward_hook(lambda *_: None)
+    before = structures(model)
+    with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc' has hooks, which would be lost"):
+        model.dequantize()
+    assert structures(model) == before
+
+
+@pytest.mark.parametrize("normalise", [prune_half, torch.nn.utils.weight_norm])
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+def test_a_conv1d_without_a_weight_of_its_own_stays_dense_with_a_reason(normalise):
+    model = MODELS["gpt2"]()
+    normalise(model.transformer.h[0].mlp.c_fc)
+    planned = plan(model, BTT(rank=2), exclude="head")
+    reasons = {d.layer.name: d.reason for d in planned.decisions if d.reason}
+    reasons.pop("lm_head")
+    assert list(reasons) == ["transformer.h.0.mlp.c_fc"]
+    assert "has no weight parameter of its own" in reasons["transformer.h.0.mlp.c_fc"]
+    assert summary(planned.apply()).rows
+
+
+def test_an_attribute_of_a_layer_is_there_after_from_pretrained(tmp_path):
+    class Scaled(transformers.GPT2LMHeadModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.transformer.h[0].mlp.c_fc.scale = 2.0
+
+    model = convert(Scaled(MODELS["gpt2"]().config), BTT(rank=2))
+    model.save_pretrained(tmp_path)
+    layer = Scaled.from_pretrained(tmp_path).transformer.h[0].mlp.c_fc
+    assert type(layer) is StructuredLinear
+    assert layer.scale == 2.0
 
 
 # ---- what the file lacks -------------------------------------------------------------------------
