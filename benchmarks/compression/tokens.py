@@ -207,6 +207,16 @@ def show_c4(result: Row) -> str:
     return show_text(result, "c4")
 
 
+def numbers(result: Row) -> dict[str, str]:
+    """The most tokens on which `compress` was run for low-rank, and its minutes."""
+    rows = select(result["rows"], family="low-rank", keep=0.8)
+    if not rows:
+        return {}
+    longest = max(rows, key=lambda row: row["tokens"])
+    minutes = f"{longest['cpu_seconds'] / 60:.0f}"
+    return {"tokens.most": f"{longest['tokens']:,}", "tokens.minutes": minutes}
+
+
 def draw(result: Row) -> Figure:
     """A panel for each text; a line for each method and share."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
@@ -241,6 +251,7 @@ def lines_of(result: Row) -> list[Any]:
 EXPERIMENT = Experiment(
     name="tokens",
     about=__doc__,
+    numbers=numbers,
     tables={"tokens wiki": show_wiki, "tokens c4": show_c4},
     run=run,
     axes={

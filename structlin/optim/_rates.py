@@ -7,8 +7,7 @@ from torch import Tensor, nn
 from .._structure.arguments import require_keys
 
 KEPT = "keeps_ratios"  # of a group: its "lr" is the dense model's, its step's is lr * lr_mult
-# of a state: they have the shape of their parameter
-AVERAGES = ("momentum_buffer", "exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+AVERAGES = ("momentum_buffer", "exp_avg")  # of a state: each has the shape of its parameter
 GUARD = "guards_ratios"  # of the last group of a state, which has no parameters
 
 

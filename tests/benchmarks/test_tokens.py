@@ -198,6 +198,20 @@ def make_row(family, keep, count, perplexity, nats):
     return {"family": family, "keep": keep, "tokens": count, **texts}
 
 
+def test_the_sentence_has_the_minutes_of_low_rank_on_the_most_tokens():
+    rows = []
+    for family, keep, number, seconds in [
+        ("low-rank", 0.8, 16384, 600.0),
+        ("low-rank", 0.8, 262144, 3600.0),
+        ("low-rank", 0.6, 262144, 60.0),
+        ("BTT", 0.8, 262144, 120.0),
+    ]:
+        rows.append(make_row(family, keep, number, 10.0, [1.0]) | {"cpu_seconds": seconds})
+    assert tokens.numbers({"rows": []}) == {}
+    expected = {"tokens.most": "262,144", "tokens.minutes": "60"}
+    assert tokens.numbers({"rows": rows}) == expected
+
+
 def test_a_page_has_a_line_for_each_method_and_share_that_was_run_and_a_column_for_each_count():
     dense = make_row("dense", 1.0, 4096, 9.96, [1.0, 2.0, 3.0])
     rows = [
