@@ -219,7 +219,7 @@ class Healing:
         self.find_loss = torch.compile(self._find_loss, dynamic=False)
 
     def _find_loss(self, ids: Tensor) -> Tensor:
-        """The divergence from the teacher on windows `(windows, context)`."""
+        """The divergence from the teacher on windows `(windows, window)`."""
         with torch.autocast("cpu", torch.bfloat16, enabled=self.recipe.bf16):
             with torch.no_grad():
                 t = self.teacher(input_ids=ids, use_cache=False).logits

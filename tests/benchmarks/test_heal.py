@@ -292,15 +292,20 @@ def test_a_step_takes_its_batch_and_the_run_as_many_steps_as_its_tokens_pay_for(
 
 
 def test_windows_heal_in_one_row_each_and_calibrate_one_by_one():
-    texts = {"known": torch.arange(100), "wiki": torch.arange(200, 300)}
-    texts["c4"] = torch.arange(300, 400)
+    texts = {
+        "known": torch.arange(100),
+        "wiki": torch.arange(200, 300),
+        "c4": torch.arange(300, 400),
+    }
     recipe = heal.Recipe(context=24, window=12, calibration=3, windows=2)
     text = heal.cut_text(texts, recipe)
-    assert text.windows.tolist() == torch.arange(96).view(8, 12).tolist()  # 4 left over
+    without_rest = torch.arange(96)  # 4 tokens are left over
+    assert text.windows.equal(without_rest.view(8, 12))
+
     # from the first token to the last one
-    starts = [int(ids[0, 0]) for ids in text.calibration]
-    assert starts == [0, 38, 76]
-    assert [ids.shape for ids in text.calibration] == [(1, 24)] * 3
+    assert len(text.calibration) == 3
+    for ids, start in zip(text.calibration, [0, 38, 76], strict=True):
+        assert ids.tolist() == [[*range(start, start + 24)]]
     assert text.held_out["wiki"].tolist() == [[*range(200, 224)], [*range(276, 300)]]
     assert text.held_out["c4"].tolist() == [[*range(300, 324)], [*range(376, 400)]]
 
@@ -316,20 +321,24 @@ def test_the_loss_is_torchs_divergence_of_softened_distributions(temperature):
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
 
 
+def find_mean_divergence(model, dense, windows):
+    """KL(dense || model) of the next token, by torch."""
+    log_q = model(windows).logits.log_softmax(-1).flatten(0, 1)  # (tokens, vocabulary)
+    with torch.no_grad():
+        log_p = dense(windows).logits.log_softmax(-1).flatten(0, 1)
+    return F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+
+
 def test_a_step_lowers_the_mean_divergence_of_its_windows_from_the_dense_model(dense_and_text):
     dense, text = dense_and_text
     healing = start(dense, replace(RECIPE, bf16=False))
     windows = heal.take_batch(text.windows, 4, 0)  # (4, window)
-    with torch.no_grad():
-        log_p = dense(windows).logits.log_softmax(-1).flatten(0, 1)
-        log_q = healing.model(windows).logits.log_softmax(-1).flatten(0, 1)
-    expected = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+    expected = find_mean_divergence(healing.model, dense, windows)
     assert healing.take_step(text.windows) == pytest.approx(expected.item(), rel=1e-4)
 
     # the gradients are those of all windows
     healing = start(dense, replace(RECIPE, bf16=False))
-    log_q = healing.model(windows).logits.log_softmax(-1).flatten(0, 1)
-    F.kl_div(log_q, log_p, log_target=True, reduction="batchmean").backward()
+    find_mean_divergence(healing.model, dense, windows).backward()
     expected = {n: p.grad for n, p in healing.model.named_parameters() if p.requires_grad}
     healing = start(dense, replace(RECIPE, bf16=False))
     healing.take_step(text.windows)
@@ -342,10 +351,7 @@ def test_the_windows_of_a_step_count_alike_where_the_last_run_has_fewer(dense_an
     dense, text = dense_and_text
     healing = start(dense, replace(RECIPE, bf16=False, batch=3))  # runs of two windows and of one
     windows = heal.take_batch(text.windows, 3, 0)
-    with torch.no_grad():
-        log_p = dense(windows).logits.log_softmax(-1).flatten(0, 1)
-        log_q = healing.model(windows).logits.log_softmax(-1).flatten(0, 1)
-    expected = F.kl_div(log_q, log_p, log_target=True, reduction="batchmean")
+    expected = find_mean_divergence(healing.model, dense, windows)
     assert healing.take_step(text.windows) == pytest.approx(expected.item(), rel=1e-4)
 
 
@@ -518,9 +524,10 @@ def test_the_picture_has_the_curve_of_each_run_and_the_dense_models_perplexity()
     nats = {"wiki": [math.log(15.0)], "c4": [math.log(30.0)]}
     points = [make_point(0, [3.0], 0.0), make_point(96, [3.0], 1.0)]
     row = {"recipe": asdict(heal.Recipe()), "dense": nats, "curve": points}
-    wiki, c4 = heal.draw({"rows": [row]}).axes
-    curve, dense = c4.lines
-    assert [*curve.get_xdata()] == [0, 96]
-    assert [*curve.get_ydata()] == [40.0, 40.0]
-    assert [*dense.get_ydata()] == pytest.approx([30.0, 30.0])
-    assert [*wiki.lines[0].get_ydata()] == [20.0, 20.0]
+    figure = heal.draw({"rows": [row]})
+    expected = [(20.0, 15.0), (40.0, 30.0)]  # healed and dense, on Wikipedia and on C4
+    for axes, (healed, dense) in zip(figure.axes, expected, strict=True):
+        curve, line = axes.lines
+        assert [*curve.get_xdata()] == [0, 96]
+        assert [*curve.get_ydata()] == [healed, healed]
+        assert [*line.get_ydata()] == pytest.approx([dense, dense])

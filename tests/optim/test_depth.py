@@ -221,12 +221,18 @@ def test_a_parametrised_layer_is_no_end_and_nothing_is_scaled(kind):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(ValueError, match=r"the weight of '2\.1' is made of parameters"):
         Depth(base=1, ends="*1").scale_(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    prune.l1_unstructured(model[0][0], "weight", 0.5)
-    pruned = model[0][0].weight.clone()
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_a_pruned_layer_is_scaled_as_an_end():
+    model = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4))
+    end = model[0][0]
+    prune.l1_unstructured(end, "weight", 0.5)
+    before = end.weight.clone()
     Depth(base=1, ends="*0").scale_(model)
-    model[0][0](torch.ones(1, 4))  # the hook of pruning makes the weight
-    assert torch.equal(model[0][0].weight, pruned / 4)
+    end(torch.ones(1, 4))  # the hook of pruning makes the weight
+    assert torch.equal(end.weight, before / 4)
 
 
 def test_a_layer_that_was_scaled_is_not_scaled_again_and_other_layers_still_can_be():
