@@ -113,6 +113,11 @@ def without_subclasses() -> AbstractContextManager[Any]:
     return torch._C.DisableTorchFunctionSubclass()
 
 
+def without_torch_functions() -> AbstractContextManager[Any]:
+    """Within it no `__torch_function__` of a mode or of a tensor subclass is called."""
+    return torch._C.DisableTorchFunction()
+
+
 def has_bfloat16_instructions(machine: str) -> bool:
     """Whether this CPU, of which `platform.machine()` is `machine`, multiplies bfloat16."""
     if machine.lower() in ("arm64", "aarch64"):

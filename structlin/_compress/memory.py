@@ -18,13 +18,16 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._torch import find_freer_of_buffers
+from .._torch import find_freer_of_buffers, without_torch_functions
 
 SMALL = 2**16  # bytes of a storage that stays in memory always
 GIGABYTE = 1e9
 TRIM_BYTES = 2**26  # of runs that stop, until the allocator is asked again for what is free
 # functions that hand out the memory of a tensor to others, who may read it at any time
 LENDING = {"data_ptr", "untyped_storage", "storage", "numpy", "__array__", "__dlpack__"}
+# functions and attributes that tell of a tensor, and read none of its bytes
+DESCRIBING = {"shape", "dtype", "device", "ndim", "requires_grad", "_version", "is_inference"}
+DESCRIBING |= {"size", "dim", "numel", "__len__", "is_floating_point"}
 
 
 def _find_malloc_trim() -> Callable[[int], int] | None:
@@ -199,15 +202,25 @@ def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
     """The storages of the tensors in the arguments or the result of a function."""
     if isinstance(value, Tensor):
         try:
-            yield value.untyped_storage()
+            with without_torch_functions():  # a guard would fetch it
+                storage = value.untyped_storage()
         except (NotImplementedError, RuntimeError):  # it has none: sparse, or within torch.vmap
             return
+        yield storage
     elif isinstance(value, tuple | list):
         for entry in value:
             yield from storages_in(entry)
     elif isinstance(value, Mapping):
         for entry in value.values():
             yield from storages_in(entry)
+
+
+def _name_of(func: Any) -> str:
+    """Of a function, or of the attribute that it gets."""
+    name: str = getattr(func, "__name__", "")
+    if name == "__get__":
+        name = func.__self__.__name__
+    return name
 
 
 class _Guard(TorchFunctionMode):
@@ -221,7 +234,8 @@ class _Guard(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        self._memory.fetch_for((args, kwargs))
+        if _name_of(func) not in DESCRIBING:
+            self._memory.fetch_for((args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -246,7 +260,7 @@ class Activations(_Guard):
     ) -> Any:
         kwargs = kwargs or {}
         result = super().__torch_function__(func, types, args, kwargs)
-        if getattr(func, "__name__", "") in LENDING:
+        if _name_of(func) in LENDING:
             for storage in storages_in((args, kwargs)):
                 self._storages.discard(storage)
         elif isinstance(result, Tensor | tuple | list | Mapping):

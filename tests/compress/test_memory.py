@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from structlin import LowRank, compress, plan_compression
 from structlin._compress import memory, progress
-from structlin._compress.memory import Activations, Memory
+from structlin._compress.memory import Activations, Memory, storages_in
+from structlin._compress.project import _Compressed
 from structlin._compress.replay import observe
 from structlin._torch import find_freer_of_buffers
 
@@ -99,6 +100,26 @@ def test_over_its_bound_memory_holds_nothing_of_the_runs_that_wait(files):
     with bounded.guard():
         assert (x + 1).sum() == 3000
     bounded.close()
+
+
+@pytest.mark.parametrize("refine", [0, 3])
+def test_after_the_inputs_of_a_layer_are_measured_all_of_them_are_in_the_file(
+    model, batches, monkeypatch, refine
+):
+    nbytes = set()
+    measure = _Compressed._measure
+
+    def measure_and_look(self, visit):
+        moments = measure(self, visit)
+        for wait in visit.waits:
+            for stop in (wait.dense, wait.compressed):
+                (storage,) = storages_in(stop.input)
+                nbytes.add(storage.nbytes())
+        return moments
+
+    monkeypatch.setattr(_Compressed, "_measure", measure_and_look)
+    compressed(model, batches, memory=0.0, refine=refine)
+    assert nbytes == {0}
 
 
 def test_compress_in_one_call_has_the_bound_too(model, batches, files):
