@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from dataclasses import asdict, fields
 from importlib.metadata import distributions
 from io import StringIO
@@ -372,20 +372,25 @@ def list_modules(source: Path) -> list[str]:
 
 @contextmanager
 def writing(folder: Path) -> Iterator[Path]:
-    """A folder beside it, which takes its place once all is written; a failure leaves nothing."""
+    """A folder beside it, which takes its place once all is written; a failure leaves nothing, not
+    even the folders above it that were made."""
     folder = folder.absolute()
     if folder.exists() or folder.is_symlink():
         raise ValueError(f"--out {folder}: there is something already; take a new folder")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.part")
+    missing = [parent for parent in folder.parents if not parent.exists()]
     try:
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"--out {folder}: {error.strerror}") from None
-    try:
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise ValueError(f"--out {folder}: {error.strerror}") from None
         yield temporary
         temporary.rename(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        with suppress(OSError):  # not empty, as after a success
+            for parent in missing:
+                parent.rmdir()
 
 
 # ---- arguments -----------------------------------------------------------------------------------

@@ -189,7 +189,7 @@ def test_a_compressed_sentence_encoder_keeps_what_stands_beside_its_weights(
         encoder / "model.safetensors"
     ).stat().st_size
     (encoder / "modules.json").write_text('[{"path": "../.."}]')
-    code, _, says = run(capsys, *arguments(encoder, tmp_path / "other", "--heal", 0))
+    code, _, says = run(capsys, *arguments(encoder, tmp_path / "other" / "a" / "b", "--heal", 0))
     assert (code, (tmp_path / "other").exists()) == (2, False)
     assert "modules.json names '../..', outside its folder" in says
 
