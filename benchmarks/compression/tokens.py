@@ -10,9 +10,12 @@ Windows of Wikipedia calibrate, the same for every method; 262 k tokens are the 
 of 1,024. `structlin.compress` makes the low-rank and the BTT models with its defaults. SVD-LLM
 gives each layer the same share, as its paper does. "SVD-LLM, ranks of low-rank" gives each layer
 the rank that `compress` chose for that number of tokens, and leaves a layer dense where `compress`
-does: what is left between these two rows is not the choice of sizes. Each row is kept as it is
-made, so that the same command goes on after an interrupt. `out/tokens` has the ranks; delete it
-after a change of `compress`. Seconds are of the processor, of one call from start to end.
+does: what is left between these two rows is not the choice of sizes. "low-rank, runs in bfloat16"
+is low-rank with `torch.autocast` around `compress`.
+
+Each row is kept as it is made, so that the same command goes on after an interrupt. `out/tokens`
+has the ranks; delete it after a change of `compress`. Seconds are of the processor, of one call
+from start to end.
 """
 
 import copy
@@ -24,6 +27,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -37,7 +41,8 @@ from structlin import StructuredLinear
 
 PEER = "SVD-LLM"
 SAME_RANKS = "SVD-LLM, ranks of low-rank"
-METHODS = ("low-rank", "BTT", SAME_RANKS, PEER)  # in the order of the page
+BFLOAT16 = "low-rank, runs in bfloat16"
+METHODS = ("low-rank", BFLOAT16, "BTT", SAME_RANKS, PEER)  # in the order of the page
 TEXTS = {"wiki": "Wikipedia", "c4": "C4"}
 MEMORY = 2.0  # gigabytes of activations that `compress` holds
 TOKENS = [4096, 16384, 65536, 262144]
@@ -94,15 +99,11 @@ def compress(tokens: int, family: str, keep: float, sizes: Row) -> tuple[nn.Modu
     """The smaller model, and the processor's seconds; the ranks of a low-rank one are kept."""
     batches = list_batches(sizes["model"], tokens, sizes["context"])
     small = copy.deepcopy(read(sizes["model"])[0])
+    structure = methods.FAMILIES["low-rank" if family == BFLOAT16 else family]
+    include = f"{smollm2.PART}*"
     start = time.process_time()
-    structlin.compress(
-        small,
-        methods.FAMILIES[family],
-        batches,
-        keep=keep,
-        include=f"{smollm2.PART}*",
-        memory=MEMORY,
-    )
+    with torch.autocast("cpu", torch.bfloat16, enabled=family == BFLOAT16):
+        structlin.compress(small, structure, batches, keep=keep, include=include, memory=MEMORY)
     seconds = time.process_time() - start
     if family == "low-rank":
         path = place_of_ranks(tokens, keep, sizes)
@@ -208,13 +209,18 @@ def show_c4(result: Row) -> str:
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """The most tokens on which `compress` was run for low-rank, and its minutes."""
+    """The most tokens on which `compress` was run for low-rank, and its minutes; the seconds in
+    bfloat16 over those in float32, on the fewest tokens."""
     rows = select(result["rows"], family="low-rank", keep=0.8)
     if not rows:
         return {}
     longest = max(rows, key=lambda row: row["tokens"])
     minutes = f"{longest['cpu_seconds'] / 60:.0f}"
-    return {"tokens.most": f"{longest['tokens']:,}", "tokens.minutes": minutes}
+    found = {"tokens.most": f"{longest['tokens']:,}", "tokens.minutes": minutes}
+    for row in select(result["rows"], family=BFLOAT16, keep=0.8, tokens=TOKENS[0]):
+        precise = select(rows, tokens=TOKENS[0])[0]
+        found["tokens.bfloat16_seconds"] = f"{row['cpu_seconds'] / precise['cpu_seconds']:.2f}"
+    return found
 
 
 def draw(result: Row) -> Figure:
@@ -256,7 +262,7 @@ EXPERIMENT = Experiment(
     run=run,
     axes={
         "tokens": TOKENS,
-        "family": ["dense", PEER, "low-rank", SAME_RANKS, "BTT"],
+        "family": ["dense", PEER, "low-rank", BFLOAT16, SAME_RANKS, "BTT"],
         "keep": [1.0, 0.8, 0.6],
         "seed": lambda job: [0] if is_run(job) else [],
     },

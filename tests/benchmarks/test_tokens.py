@@ -34,7 +34,7 @@ def test_the_dense_model_has_one_row_and_every_method_one_for_each_share_and_cou
 
     assert dense == [("dense", 1.0, 4096)]
     expected = []
-    for family in ("SVD-LLM", "low-rank", "SVD-LLM, ranks of low-rank", "BTT"):
+    for family in tokens.METHODS:
         for keep in (0.8, 0.6):
             for number in (4096, 16384, 65536, 262144):
                 expected.append((family, keep, number))
@@ -188,6 +188,28 @@ def test_seconds_are_those_of_seeing_the_tokens_and_of_cutting(monkeypatch):
     # one to see the tokens, which both shares count, and one to cut
     assert svd_llm["cpu_seconds"] == 2
     assert same_ranks["cpu_seconds"] == 2
+
+
+@pytest.mark.parametrize("family", ["low-rank", tokens.BFLOAT16])
+def test_low_rank_is_calibrated_by_runs_in_the_precision_that_its_row_names(family, monkeypatch):
+    dtypes = set()
+
+    def compress(model, structure, batches, **options):
+        dtypes.update(model(**batch).logits.dtype for batch in batches)
+
+    monkeypatch.setattr(tokens.structlin, "compress", compress)
+    tokens.run(96, family, 0.8, **SIZES)
+    assert dtypes == {torch.bfloat16 if "bfloat16" in family else torch.float32}
+
+
+def test_seconds_in_bfloat16_are_compared_with_those_of_the_same_tokens():
+    rows = [
+        {"family": "low-rank", "keep": 0.8, "tokens": 4096, "cpu_seconds": 200.0},
+        {"family": "low-rank", "keep": 0.8, "tokens": 16384, "cpu_seconds": 600.0},
+        {"family": tokens.BFLOAT16, "keep": 0.8, "tokens": 4096, "cpu_seconds": 130.0},
+    ]
+    assert tokens.numbers({"rows": rows})["tokens.bfloat16_seconds"] == "0.65"
+    assert "tokens.bfloat16_seconds" not in tokens.numbers({"rows": rows[:2]})
 
 
 # ---- what is shown -------------------------------------------------------------------------------
