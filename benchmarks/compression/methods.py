@@ -2,11 +2,13 @@
 picture."""
 
 import copy
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import product
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -270,28 +272,33 @@ def plot(
     *,
     by: str = "family",
     log: Sequence[str] = (),
+    tops: Mapping[str, float] = MappingProxyType({}),
 ) -> Figure:
     """A panel for each figure of `wanted`, name -> title, against bytes; a line for each method.
 
     Args:
         by: what rows call their method.
         log: figures whose axis is logarithmic.
+        tops: figures above these numbers are not shown, and the title says so.
     """
     rows = list(rows)
     figure = Figure(figsize=(13, 4.6), layout="constrained")
-    panels = figure.subplots(1, len(wanted))
+    panels = figure.subplots(1, len(wanted), squeeze=False)[0]
     names = values(rows, by)
     for axes, (figure_of, title) in zip(panels, wanted.items(), strict=True):
+        top = tops.get(figure_of, math.inf)
         for name, way in product(names, STYLES):
-            points = sorted(
-                (row["bytes"], row[figure_of]) for row in select(rows, **{by: name, "way": way})
-            )
+            chosen = select(rows, **{by: name, "way": way})
+            points = sorted((row["bytes"], row[figure_of]) for row in chosen)
+            points = [point for point in points if point[1] <= top]
             colour = {"color": f"C{names.index(name)}"}
             label = name if way in ("dense", "peer", "plain") else f"{name}, {way}"
             if points:
                 axes.plot(*zip(*points, strict=True), label=label, **colour | STYLES[way])
                 if way == "peer":
                     axes.annotate(name, points[-1], fontsize="x-small", color="0.4")
+        if figure_of in tops:
+            title = f"{title}, up to {top:,.0f}"
         axes.set(xlabel="bytes of the linear layers", title=title)
         axes.title.set_size("medium")
         axes.set_yscale("log" if figure_of in log else "linear")

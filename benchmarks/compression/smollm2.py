@@ -555,7 +555,11 @@ EXPERIMENT = Experiment(
     analyse=analyse,
     show=lambda result: methods.show(result, line_of, excess=result.get("excess", {})),
     draw=lambda result: methods.plot(
-        result["rows"], FIGURES, by="method", log=("perplexity_c4", "perplexity_wiki", "kl")
+        result["rows"],
+        FIGURES,
+        by="method",
+        log=("perplexity_c4", "perplexity_wiki", "kl"),
+        tops={"perplexity_c4": RUINED, "perplexity_wiki": RUINED},
     ),
     workers=1,
 )

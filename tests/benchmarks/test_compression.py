@@ -814,3 +814,16 @@ def test_what_is_kept_of_an_encoder_says_what_is_done_with_it():
     assert find_ways("BTT", 0.25) == ["plain", *minilm.CALIBRATED]
     for family, budget in (("dense", 0.5), ("BTT", 1.0), ("SVD", 1.0)):
         assert find_ways(family, budget) == []
+
+
+def test_a_picture_leaves_out_figures_above_the_top_of_its_panel_and_says_so():
+    rows = [
+        {"method": "a", "way": "peer", "bytes": 1e6, "perplexity": 20.0},
+        {"method": "b", "way": "peer", "bytes": 1e6, "perplexity": 3e7},
+    ]
+    wanted = {"perplexity": "perplexity of C4"}
+    (axes,) = methods.plot(rows, wanted, by="method", tops={"perplexity": 1e4}).axes
+    assert [line.get_label() for line in axes.lines] == ["a"]
+    assert axes.get_title() == "perplexity of C4, up to 10,000"
+    (axes,) = methods.plot(rows, wanted, by="method").axes
+    assert [line.get_label() for line in axes.lines] == ["a", "b"]
