@@ -72,9 +72,10 @@ class Memory:
         return self.gigabytes is not None and self.held > self.gigabytes * GIGABYTE
 
     def close(self) -> None:
-        """Remove the file."""
+        """Remove the file, and give back what is free."""
         if self._file is not None:
             self._file.close()
+        self.note_use(TRIM_BYTES)
 
     def note_use(self, nbytes: int) -> None:
         """A run has stopped with so many bytes. Now and then what is free goes back to the system:
@@ -269,7 +270,8 @@ class Activations(_Guard):
         return result
 
     def free_buffers(self) -> None:
-        """Before the run's own thread waits: free the megabytes that MKL keeps for its products."""
+        """Before the run's own thread waits or ends: free the megabytes that MKL keeps for its
+        products."""
         free = None if self._memory.gigabytes is None else find_freer_of_buffers()
         if free is not None:
             free()

@@ -573,6 +573,7 @@ class Run:
         except BaseException as error:  # the caller's thread raises it
             self._error = error
         finally:
+            self.activations.free_buffers()
             self.stop = None
             self._back.put(None)
 
