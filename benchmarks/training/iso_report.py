@@ -443,12 +443,13 @@ CLAIM = Claim(
 
 
 def draw(result: Row) -> figures.Figure:
-    """Test losses against training FLOPs, a line for each kind and optimizer."""
+    """Test losses against training FLOPs: a panel for each optimizer, a line for each kind."""
     points = [
-        {"setup": row["setup"], "line": f"{row['kind']}, {row['optimizer']}"}
+        {"setup": row["setup"], "optimizer": row["optimizer"], "kind": row["kind"]}
         | {"FLOPs": row["budget"], "loss": loss}
         for row in result["table"]
         for loss in row["losses"]
         if loss is not None
     ]
-    return figures.curves(points, "FLOPs", panel=["setup"], line=["line"], columns=2)
+    panel = ["setup", "optimizer"]
+    return figures.curves(points, "FLOPs", panel=panel, line=["kind"], columns=3)
