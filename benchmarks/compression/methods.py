@@ -289,8 +289,8 @@ def plot(
         top = tops.get(figure_of, math.inf)
         for name, way in product(names, STYLES):
             chosen = select(rows, **{by: name, "way": way})
-            points = sorted((row["bytes"], row[figure_of]) for row in chosen)
-            points = [point for point in points if point[1] <= top]
+            shown = [row for row in chosen if row[figure_of] <= top]
+            points = sorted((row["bytes"], row[figure_of]) for row in shown)
             colour = {"color": f"C{names.index(name)}"}
             label = name if way in ("dense", "peer", "plain") else f"{name}, {way}"
             if points:

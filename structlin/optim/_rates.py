@@ -88,8 +88,8 @@ def require_shapes(groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> 
 
 
 def require_new(groups: list[dict[str, Any]], params: list[Tensor]) -> None:
-    """Raises ValueError where a parameter is in a group already. Of one that is twice among
-    `params` torch warns."""
+    """Raises ValueError where a parameter is in a group already. If one is twice among `params`,
+    torch warns."""
     held = {id(parameter) for group in groups for parameter in group["params"]}
     if any(id(parameter) in held for parameter in params):
         raise ValueError("some parameters appear in more than one parameter group")
