@@ -26,8 +26,10 @@ TRIM_BYTES = 2**26  # of runs that stop, until the allocator is asked again for 
 # functions that hand out the memory of a tensor to others, who may read it at any time
 LENDING = {"data_ptr", "untyped_storage", "storage", "numpy", "__array__", "__dlpack__"}
 # functions and attributes that tell of a tensor, and read none of its bytes
-DESCRIBING = {"shape", "dtype", "device", "ndim", "requires_grad", "_version", "is_inference"}
-DESCRIBING |= {"size", "dim", "numel", "__len__", "is_floating_point"}
+DESCRIBING = {
+    *("shape", "dtype", "device", "ndim", "requires_grad", "_version"),
+    *("size", "dim", "numel", "__len__", "is_inference", "is_floating_point"),
+}
 
 
 def _find_malloc_trim() -> Callable[[int], int] | None:
@@ -217,7 +219,7 @@ def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
 
 
 def _name_of(func: Any) -> str:
-    """Of a function, or of the attribute that it gets."""
+    """The name of a function; for the getter of an attribute, the attribute's."""
     name: str = getattr(func, "__name__", "")
     if name == "__get__":
         name = func.__self__.__name__
