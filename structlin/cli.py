@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import shutil
+import signal
 import sys
 import warnings
 from collections import Counter, defaultdict
@@ -60,7 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit code."""
     options = make_parser().parse_args(argv)
     try:
-        with warnings.catch_warnings(), redirect_stdout(sys.stderr):  # others may print there
+        # what others print goes to stderr
+        with warnings.catch_warnings(), redirect_stdout(sys.stderr), interrupted_by_sigterm():
             warnings.showwarning = lambda message, *_: print(f"structlin: warning: {message}")
             result: Result = options.run(options)
     except KeyboardInterrupt:
@@ -71,6 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return tell(f"failed: {type(error).__name__}: {error}", 1)
     print(json.dumps(result.data) if options.json else result.text)
     return 0
+
+
+@contextmanager
+def interrupted_by_sigterm() -> Iterator[None]:
+    """Within it the signal that schedulers send is like Ctrl-C, so that nothing half written
+    stays."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def tell(message: str, code: int = 0) -> int:
@@ -240,6 +253,8 @@ def find_source(path: Path) -> Source:
         options |= {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
     elif not path.is_dir():
         raise ValueError(f"{path} is neither a folder of transformers nor a GGUF file")
+    elif not (path / "config.json").is_file():
+        raise ValueError(f"{path} has no config.json, as a folder of transformers has")
     with naming(path):
         import transformers
 
@@ -423,7 +438,7 @@ def make_parser() -> argparse.ArgumentParser:
         command.add_argument("--include", nargs="+", metavar="PATTERN", help=text)
         command.add_argument("--exclude", nargs="+", metavar="PATTERN", help=text, default=())
         text = "fraction of the converted layers' parameters"
-        command.add_argument("--keep", type=float, required=run is compress, help=text)
+        command.add_argument("--keep", type=read_fraction, required=run is compress, help=text)
         if run is compress:
             command.add_argument("--data", type=read_text, required=True, help="a text file, UTF-8")
             command.add_argument("--out", type=Path, required=True, help="a new folder")
@@ -493,8 +508,20 @@ def read_value(node: ast.expr) -> Any:
 def read_text(path: str) -> str:
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
         raise argparse.ArgumentTypeError(f"{path} is no text: {error}") from None
+
+
+def read_fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0 and at most 1; 0.5 keeps half")
+    return value
 
 
 if __name__ == "__main__":

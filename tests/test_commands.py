@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -61,7 +62,7 @@ def folder(tmp_path_factory):
         ("BTT(rank=1) + LowRank(rank=2)", "cannot be a sum"),
         ("", "is not written like"),
         ("BTT(rank='2')", "rank='2' must be an integer"),
-        ("FFT()", "'FFT' is no family; there are dense, lowrank"),
+        ("FFT()", "'FFT' is no family; there are Dense, LowRank"),
         ("LowRank", "LowRank needs rank="),
         ("BTT(2, 3)", "BTT(2, 3): only ['rank'] may stand there without a name"),
         ("BTT(2, rank=3)", "BTT(2, rank=3) has rank= twice"),
@@ -270,6 +271,18 @@ def test_what_stops_a_run_leaves_no_half_written_folder(
     assert not [*tmp_path.iterdir()]
 
 
+def test_the_signal_of_schedulers_is_like_an_interrupt(capsys, folder, tmp_path, monkeypatch):
+    def stop(self, into):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "save_pretrained", stop)
+    before = signal.getsignal(signal.SIGTERM)
+    code, _, err = run(capsys, *arguments(folder / "m", tmp_path / "small", "--heal", 0))
+    assert (code, err.splitlines()[-1]) == (130, "structlin: interrupted; nothing was written")
+    assert not [*tmp_path.iterdir()]
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
 def test_a_model_of_other_tensors_tokens_or_layers_is_refused(folder, tmp_path):
     model, tokenizer = read_model(folder / "m")
     state = {name: x for name, x in model.state_dict().items() if "1.mlp.up" not in name}
@@ -291,15 +304,21 @@ def test_a_model_of_other_tensors_tokens_or_layers_is_refused(folder, tmp_path):
     ("given", "message"),
     [
         ("", "the following arguments are required: COMMAND; see structlin --help"),
-        ("plan .", ". cannot be read: "),
+        ("plan .", ". has no config.json"),
+        ("plan broken", "broken cannot be read: "),
         ("plan huge.gguf", "huge.gguf cannot be read: "),
         ("plan m --include *nix", "'*nix' matches no linear layer"),
         ("plan m --structure FFT()", "'FFT' is no family"),
-        ("compress m --keep 2 --data text.txt --out y", "keep=2.0 must be a fraction"),
+        (
+            "compress m --keep 2 --data text.txt --out y",
+            "argument --keep: 2 must be above 0 and at most 1",
+        ),
+        ("plan m --keep half", "argument --keep: half must be above 0 and at most 1"),
         ("compress m --keep 1 --data text.txt --out y --heal -1", "--heal -1 must be 0 or more"),
         ("compress m --keep 1", "the following arguments are required: --data, --out"),
         ("compress x --keep 1 --data text.txt --out y", "x is neither a folder of transformers"),
-        ("compress m --keep 1 --data x --out y", "x is no text: [Errno 2] No such file"),
+        ("compress m --keep 1 --data x --out y", "argument --data: x: No such file"),
+        ("compress m --keep 1 --data huge.gguf --out y", "argument --data: huge.gguf is no text: "),
         ("compress m --keep 1 --data few.txt --out y", "--data has 3 tokens; at least 640 are"),
         ("compress m --keep 1 --data text.txt --out m", "there is something already"),
         ("compress m --keep 1 --data text.txt --out text.txt/y", "Not a directory"),
@@ -313,6 +332,8 @@ def test_what_is_wrong_is_said_in_one_line_with_exit_code_2(
     entry = struct.pack(f"<Q{len(key)}sIIQ", len(key), key, 9, 4, 255 << 40)
     Path("huge.gguf").write_bytes(struct.pack("<4sIQQ", b"GGUF", 3, 0, 1) + entry)
     Path("few.txt").write_text("alpha beta gamma")
+    Path("broken").mkdir(exist_ok=True)
+    Path("broken", "config.json").write_text("{")
     code, out, err = run(capsys, *given.split())
     assert (code, out) == (2, "")
     assert re.match(f"structlin.*{re.escape(message)}", err.splitlines()[-1])

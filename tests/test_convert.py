@@ -84,6 +84,9 @@ def test_the_first_override_that_matches_holds():
             ValueError,
             r"include: '\*nlp\*' matches no linear layer; the model has, for example",
         ),
+        ({"include": "fnn"}, ValueError, "matches no linear layer; did you mean 'ffn'"),
+        ({"include": "mlp"}, ValueError, r"must match the whole name; did you mean '\*mlp\*'"),
+        ({"zero_init": "branch_end"}, ValueError, "did you mean 'branch-end'"),
         ({"include": ["*mlp*", "transformer.*"]}, ValueError, "include: 'transformer"),
         ({"include": "h.0.mlp"}, ValueError, r"it is a container; its layers are 'h\.0\.mlp\.\*'"),
         ({"include": "router"}, ValueError, "roles in this model are attention, ffn, head"),
@@ -373,8 +376,15 @@ def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh()
 
 def test_a_model_without_residual_branches_has_no_ends_of_them():
     plain = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    with pytest.raises(ValueError, match=r"zero_init: 'branch-end' matches no linear layer"):
+    with pytest.raises(ValueError, match=r"'branch-end' matches no linear layer: .* a glob"):
         convert(plain, BTT(), zero_init="branch-end")
+
+
+def test_branch_ends_of_blocks_without_inner_modules_are_found_and_the_plan_shows_them():
+    layers = {"c_attn": nn.Linear(8, 24), "c_proj": nn.Linear(8, 8), "fc": nn.Linear(8, 8)}
+    planned = plan(nn.ModuleDict(layers), BTT(), init="mup", zero_init="branch-end")
+    shown = [line for line in str(planned).splitlines() if "starts at zero" in line]
+    assert [line.split()[0] for line in shown] == ["c_proj"]
 
 
 @pytest.mark.parametrize("init", ["mup", "match"])

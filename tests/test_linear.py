@@ -111,7 +111,7 @@ def test_the_bias_flag_is_what_it_is_to_nn_linear_or_refused_as_no_flag(bias):
 def test_a_users_family_is_known_by_its_name_and_may_not_take_one_of_ours():
     assert family("halved") == Halved()
     assert family(**Halved().to_dict()) == Halved()
-    with pytest.raises(ValueError, match="class BTT: structlin has a family of that name"):
+    with pytest.raises(ValueError, match="structlin has the family BTT, and case is ignored"):
         type("BTT", (Family,), {"structure": lambda self, i, o: None})
 
 

@@ -264,7 +264,7 @@ def test_a_rank_that_is_no_integer_of_at_least_1_is_refused(name, rank):
         (
             "butterfly",
             {},
-            "structure='butterfly' is no family; there are dense, lowrank, .*, monarch, btt",
+            "structure='butterfly' is no family; there are Dense, LowRank, .*, Monarch, BTT",
         ),
     ],
 )
@@ -280,7 +280,7 @@ def test_an_impossible_hyperparameter_is_refused_by_name(name, options, message)
         ("BTT", {"cores": "2"}, "cores='2' must be an integer of at least 2"),
         ("BlockDiagonal", {"blocks": 1.5}, "blocks=1.5 must be an integer of at least 1"),
         ("Split", {"split": 3, "of": "BTT"}, "of='BTT' must be a family such as"),
-        (3, {}, "structure=3 is no family; there are dense"),
+        (3, {}, "structure=3 is no family; there are Dense"),
     ],
 )
 def test_a_hyperparameter_of_another_type_is_a_type_error(name, options, message):

@@ -16,6 +16,7 @@ from structlin import (
     convert,
     densify,
     load,
+    optim,
     param_groups,
     quantize,
     save,
@@ -170,7 +171,9 @@ def test_only_what_is_meant_is_rounded_and_all_else_of_a_layer_stays():
 
 def test_param_groups_pass_over_int8_cores():
     model = quantize(convert(mlp(), BTT()), include="0")
-    found = {name for group in param_groups(model, lr=1.0) for name in group["param_names"]}
+    with pytest.warns(UserWarning, match="int8 layers do not train"):
+        groups = param_groups(model, lr=1.0)
+    found = {name for group in groups for name in group["param_names"]}
     assert found == {"0.bias", "2.cores.0", "2.cores.1", "2.bias"}
 
 
@@ -239,6 +242,15 @@ def test_a_file_or_a_state_of_int8_is_not_that_of_floats(tmp_path):
     for one, other in ((rounded, model), (model, rounded)):
         with pytest.raises(RuntimeError, match=r"key\(s\) in state_dict: \"0\.scales\.0\""):
             one.load_state_dict(dict(other.state_dict()))  # without what the layers compute with
+
+
+@pytest.mark.parametrize(
+    "optimize", [optim.AdamW, optim.SOAP, optim.Muon, lambda model: param_groups(model, lr=0.1)]
+)
+def test_an_optimizer_of_int8_layers_warns_that_they_do_not_train(optimize):
+    model = quantize(convert(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))))
+    with pytest.warns(UserWarning, match="int8 layers do not train, .*: 0; quantize at the end"):
+        optimize(model)
 
 
 def test_a_kind_of_rounding_that_this_version_does_not_know_is_refused(tmp_path):

@@ -191,7 +191,26 @@ def check_batches(name: str, batches: object) -> None:
 def prepare_call(model: nn.Module, batch: Any, seed: int = 0) -> Call:
     """The call of the model with this batch, see `split_batch`."""
     args, kwargs = split_batch(batch)
+    _require_arguments(model, args, kwargs)
     return Call(*copy_batch(args, kwargs), find_masks(model, args, kwargs), seed)
+
+
+def _require_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raises: TypeError: the model's `forward` does not take what a batch was split into."""
+    if model._forward_pre_hooks:
+        return  # they may change the arguments
+    try:
+        signature = inspect.signature(model.forward)
+    except (TypeError, ValueError):  # it is of no Python function
+        return
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        hint = "; of pairs (input, label) give the inputs alone" if len(args) > 1 else ""
+        raise TypeError(
+            f"batches: {type(model).__name__}.forward does not take a batch: {error}. A tuple or "
+            f"list is its positional arguments, a mapping its keywords{hint}"
+        ) from None
 
 
 def copy_batch(

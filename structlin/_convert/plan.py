@@ -303,8 +303,8 @@ class Plan:
             layer = decision.layer
             pattern = hide_numbers(layer.name)
             names_of_pattern[pattern].append(layer.name)
-            result = label(decision.structure) if decision.structure else decision.reason
-            key = (pattern, layer.role, layer.in_features, layer.out_features, result)
+            widths = (layer.in_features, layer.out_features)
+            key = (pattern, layer.role, *widths, decision.result)
             groups[key].append(decision)
         for group in groups.values():
             names = [decision.layer.name for decision in group]
@@ -322,12 +322,12 @@ class Plan:
         layer = decision.layer
         count = sum(decision.layer.count for decision in group)  # of matrices
         cells = [f"{count}", layer.role, f"{layer.in_features} -> {layer.out_features}"]
-        if decision.resolved is None or decision.structure is None:
+        if decision.resolved is None:
             return [*cells, f"- ({decision.reason})"]
         params = count * decision.resolved.params
         flops = count * decision.resolved.flops
         dense_params = count * layer.in_features * layer.out_features
-        cells += [label(decision.structure), f"{params:,}", percent(params, dense_params)]
+        cells += [decision.result, f"{params:,}", percent(params, dense_params)]
         # a token takes some of the experts, as it did before
         flops_per_token = "of its experts" if layer.count > 1 else f"{flops:,}"
         cells += [flops_per_token, percent(flops, 2 * dense_params)]

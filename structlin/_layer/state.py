@@ -55,13 +55,19 @@ class DescribedModule(InitialisedModule):
             self._undrawn = False
 
 
-def tell_difference(in_model: dict[str, Any], in_state: Any) -> str:
+def tell_difference(in_model: dict[str, Any], in_state: Any, path: str = "") -> str:
     """The first entry that differs; empty if all are equal.
 
     >>> tell_difference({"in_features": 4, "sigma": None}, {"in_features": 4, "sigma": [0.5]})
     'sigma=None in the model, [0.5]'
+    >>> tell_difference({"sizes": {"b": 4, "r": 1}}, {"sizes": {"b": 4, "r": 2}})
+    'sizes.r=1 in the model, 2'
     """
     for name in dict.fromkeys([*in_model, *in_state]):
-        if in_model.get(name) != in_state.get(name):
-            return f"{name}={in_model.get(name)} in the model, {in_state.get(name)}"
+        ours = in_model.get(name)
+        theirs = in_state.get(name)
+        if isinstance(ours, dict) and isinstance(theirs, dict) and ours != theirs:
+            return tell_difference(ours, theirs, f"{path}{name}.")
+        if ours != theirs:
+            return f"{path}{name}={ours} in the model, {theirs}"
     return ""

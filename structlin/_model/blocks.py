@@ -14,6 +14,7 @@ from .parameters import named_modules, parameters_of, weights_of
 _ENDS = {
     "attention": r"(^|\.)(o|wo|proj|dense|out_lin|(o|c|out)_proj|to_out(\.\d+)?)$",
     "ffn": r"(^|\.)(w2|wo|fc2|lin2|linear2|proj|fc_out|(c|down)_proj|dense_4h_to_h|output\.dense)$",
+    "other": r"(^|\.)c_proj$",  # of a block that has no module for its attention and its MLP
 }
 
 

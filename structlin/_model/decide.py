@@ -28,6 +28,13 @@ class Decision:
     reason: str = ""
     zero_init: bool = False
 
+    @property
+    def result(self) -> str:
+        """What tables say of it: its structure, or the reason."""
+        if self.structure is None:
+            return self.reason
+        return label(self.structure) + (", starts at zero" if self.zero_init else "")
+
 
 class Target(NamedTuple):
     """A layer that is converted, and its structure for the layer's widths."""

@@ -97,6 +97,7 @@ def load(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
         model: freshly built and dense, also on the meta device; or converted already in the same
             way. Its parameters keep their device (meta: the CPU) and `requires_grad`, and take the
             file's dtype.
+        path: the folder, or the file in it.
 
     Returns:
         `model`; the new layer if the model is itself a linear layer.
@@ -150,12 +151,14 @@ class _Contents(NamedTuple):
     tensors: dict[str, Tensor]  #: under all their names
 
 
-def _read_file(folder: Path) -> _Contents:
+def _read_file(path: Path) -> _Contents:
     from safetensors import SafetensorError, safe_open
 
-    file = folder / FILE
+    file = path if path.is_file() else path / FILE
+    if not path.exists():
+        raise ValueError(f"path={str(path)!r}: there is nothing")
     if not file.is_file():  # a pipe or a device would never end
-        raise ValueError(f"path={str(folder)!r} has no {FILE}; was it written by structlin.save?")
+        raise ValueError(f"path={str(path)!r} has no {FILE}; was it written by structlin.save?")
     try:
         with safe_open(file, "pt") as opened:
             description = json.loads(opened.metadata()["structlin"])

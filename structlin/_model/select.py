@@ -128,6 +128,8 @@ def _suggest(pattern: Pattern, layers: Sequence[Layer], model: nn.Module) -> str
     names = [name for layer in layers for name in layer.names]
     if not isinstance(pattern, str):
         return f"; it was asked about {', '.join(map(repr, names[:3]))} and so on"
+    if pattern == BRANCH_END:
+        return ": ends are found by names such as c_proj, o_proj, fc2; name yours by a glob"
     loose = find_loose_matrices(model)
     if pattern in ROLES:
         roles = ", ".join(sorted({layer.role for layer in layers}))
@@ -139,6 +141,12 @@ def _suggest(pattern: Pattern, layers: Sequence[Layer], model: nn.Module) -> str
         return f": these are parameters, no linear layers, and stay dense: {shown}"
     if any(pattern == name for name, _ in model.named_modules(remove_duplicate=False)):
         return f": it is a container; its layers are {pattern + '.*'!r}"
+    wider = f"*{pattern.strip('*')}*"
+    if any(fnmatchcase(name, wider) for name in names):
+        return f": a glob must match the whole name; did you mean {wider!r}?"
+    meant = get_close_matches(pattern, [*ROLES, BRANCH_END], n=1)
+    if meant:
+        return f"; did you mean {meant[0]!r}?"
     return suggest_names(pattern, names)
 
 

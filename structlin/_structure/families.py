@@ -47,7 +47,8 @@ class Family(ABC):
         namesake = FAMILIES.get(cls.__name__.lower())
         if namesake is not None and namesake.__module__ == __name__ != cls.__module__:
             raise ValueError(
-                f"class {cls.__name__}: structlin has a family of that name; take another"
+                f"class {cls.__name__}: structlin has the family {namesake.__name__}, and case is "
+                "ignored; take another name"
             )
         FAMILIES[cls.__name__.lower()] = cls
         if isfunction(vars(cls).get("structure")):
@@ -465,7 +466,8 @@ def family(name: str, **options: Any) -> Family:
     if not isinstance(name, str) or name.lower() not in FAMILIES:
         kind = ValueError if isinstance(name, str) else TypeError
         hint = f"; {NO_SUM}" if isinstance(name, str) and "+" in name else ""
-        raise kind(f"structure={name!r} is no family; there are {', '.join(FAMILIES)}{hint}")
+        known = ", ".join(cls.__name__ for cls in FAMILIES.values())
+        raise kind(f"structure={name!r} is no family; there are {known}{hint}")
     cls = FAMILIES[name.lower()]
     for option in fields(cls):
         if option.default is MISSING and option.name not in options:

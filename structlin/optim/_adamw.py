@@ -28,7 +28,7 @@ from ._rates import (
     scale_rates,
     set_rates,
 )
-from ._roster import Masses
+from ._roster import Masses, warn_of_int8
 from ._transfer import DECAYS, Base, Transfer
 
 # without torch's wrapper, which would call the hooks of the step a second time
@@ -109,6 +109,7 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         require_choice("weight_decay_scaling", weight_decay_scaling, DECAYS)
         _check_betas(betas)
+        warn_of_int8(model)
         self.model = model
         self.base = base
         self.depth = depth

@@ -41,6 +41,7 @@ from ._roster import (
     find_misnamed,
     find_undeclared,
     share_masses,
+    warn_of_int8,
 )
 from ._sharding import cut_as, local_part
 from ._stacks import Blocks, Direction, PolarFactor, Stack, fill_one_storage, stack_alike
@@ -124,6 +125,7 @@ class BlockOptimizer(Optimizer):
         self.nonfinite = nonfinite
         self._roster = Roster(model, masses)
         self._read_model()
+        warn_of_int8(model)
         if isinstance(params, nn.Module):
             params = list(params.parameters())  # also frozen ones, which may train later
         # the options that a group may have of its own

@@ -13,7 +13,7 @@ from .._tensors import Rate
 from ..scaling import OPTIMIZERS
 from ._depth import Depth
 from ._rates import KEPT
-from ._roster import Masses, share_masses
+from ._roster import Masses, share_masses, warn_of_int8
 from ._transfer import Base, Transfer
 
 
@@ -105,6 +105,7 @@ def param_groups(
         weight_decay_scaling=weight_decay_scaling,
         depth=depth,
     )
+    warn_of_int8(model)
     infos = list(parameters_of(model))
     trainable = {info.parameter for info in infos if info.parameter.requires_grad}
     if not trainable:

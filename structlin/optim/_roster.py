@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from .._layer.experts import StructuredExperts
 from .._layer.linear import StructuredLinear
+from .._layer.quantized import QuantizedLinear
 from .._model.kinds import PROTECTED, role_of, widths
 from .._model.linears import find_declared_heads
 from .._model.parameters import (
@@ -20,6 +21,7 @@ from .._model.parameters import (
     parameters_of,
 )
 from .._model.select import suggest_names
+from .._structure.arguments import warn
 from .._tables import hide_numbers
 from .._torch import foreach_norm
 from ._sharding import find_misplaced
@@ -96,6 +98,17 @@ class Roster:
     def step_length(self, parameter: Tensor, adjust_lr_fn: str = "rms") -> float:
         """Factor of the polar factor in a step at lr = 1."""
         return self.shares[parameter] * _scale(self.weights[parameter], adjust_lr_fn)
+
+
+def warn_of_int8(model: nn.Module) -> None:
+    """Warn of layers that look as if they trained."""
+    names = []
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            names.append(name or "the model")
+    if names:
+        shown = ", ".join(names[:5])
+        warn(f"int8 layers do not train, their biases may: {shown}; quantize at the end")
 
 
 def share_masses(infos: Iterable[ParameterInfo], masses: Masses) -> dict[Tensor, float]:

@@ -256,6 +256,8 @@ def by_weight(model, family, **options):
     [
         ({"batches": TOKENS}, TypeError, "batches=Tensor must be an iterable of batches"),
         ({"batches": 3}, TypeError, "batches=3 must be an iterable"),
+        ({"batches": [(TOKENS, TOKENS)]}, TypeError, r"batches: .* give the inputs alone"),
+        ({"batches": [{"y": TOKENS}]}, TypeError, r"batches: .*missing a required argument"),
         ({"batches": lambda model: None}, TypeError, "batches=.* must be an iterable"),
         ({"allocation": "loss"}, ValueError, "allocation='loss' is unknown; there are sensitivity"),
         ({"batches": None}, ValueError, "allocation='sensitivity' needs batches"),
