@@ -399,7 +399,7 @@ class ExpertsView(Tensor):
         view.detached = detached
         return view
 
-    def part(self, experts: Any) -> "ExpertsView":
+    def part(self, experts: Any) -> Any:
         """The part of one expert, or of those of each token."""
         return ExpertsView(self.stack, experts, self.swapped, self.detached)
 
