@@ -24,7 +24,7 @@ from .._structure.structure import Structure
 from .._torch import tree_leaves, tree_map, without_subclasses
 from ..scaling import init_std
 from .state import DescribedModule
-from .weight import METADATA
+from .weight import METADATA, refuse_hook
 
 _TRANSPOSING = {Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes}
 _MT = Tensor.mT.__get__  # type: ignore[attr-defined]
@@ -434,6 +434,8 @@ class ExpertsView(Tensor):
         answer = _answer(func, args, kwargs)
         if answer is not None:
             return answer
+        if func is Tensor.register_hook:
+            refuse_hook(args[0].stack)
         refuse_writing(func, args, kwargs)
 
         def form(value: Any) -> Any:

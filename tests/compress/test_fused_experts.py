@@ -253,6 +253,13 @@ def test_a_write_that_would_be_lost_is_refused(write):
         write(stack)
 
 
+def test_a_hook_that_would_never_run_is_refused():
+    stack = StructuredExperts(Lay(2, 1, 4, 4), LowRank(rank=2).structure(4, 4))
+    for weight in (stack, stack[0]):
+        with pytest.raises(RuntimeError, match="register_hook: no gradient reaches a weight"):
+            weight.register_hook(lambda gradient: 2 * gradient)
+
+
 def test_cores_that_no_token_reaches_have_a_gradient_of_zeros():
     stack = StructuredExperts(Lay(2, 1, 4, 4), LowRank(rank=2).structure(4, 4))
     tokens = torch.empty(0, 1, 4)
