@@ -14,7 +14,7 @@ behind "ns" and "fast".
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import isfinite, log2, sqrt
+from math import isfinite, log2, nan, sqrt
 from typing import Annotated, Any
 
 import torch
@@ -89,7 +89,8 @@ def polar_factor(
 
     Returns:
         A new tensor, of the dtype of `matrix`. Independent of the scale of each matrix, and odd.
-        Singular values that are exactly zero stay (nearly, for the iterations) zero.
+        Singular values that are exactly zero stay (nearly, for the iterations) zero. A matrix that
+        is not finite has a factor of NaN; the others of a batch do not notice.
 
     Raises:
         ValueError: `method` is unknown, or no schedule; `matrix` has fewer than two dimensions.
@@ -387,10 +388,14 @@ def _iterate(x: Tensor, schedule: Schedule) -> Tensor:
 
 
 def _svd(x: Tensor) -> Tensor:
+    """By singular values. As of an iteration, what is not finite gives NaN in its matrix alone."""
+    is_finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)  # (..., 1, 1)
+    x = torch.where(is_finite, x, torch.zeros_like(x))
     wide = x.shape[-2] <= x.shape[-1]
     # (..., short, short), (..., short), (..., short, long)
     u, s, vh = torch.linalg.svd(x if wide else x.mT, full_matrices=False)
     tolerance = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps
     in_rank = (s > tolerance).to(x.dtype)  # the singular values that are not rounding
     factors = torch.matmul(u * in_rank.unsqueeze(-2), vh)
-    return factors if wide else factors.mT
+    factors = factors if wide else factors.mT
+    return torch.where(is_finite, factors, torch.full_like(factors, nan))

@@ -364,6 +364,25 @@ def test_a_layer_with_hooks_stays_dense_with_a_warning():
     assert structured(model) == {"2"}
 
 
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda layer: [layer],
+        lambda layer: {"gelu": (nn.GELU(), layer)},
+        lambda layer: layer.forward,
+    ],
+)
+def test_a_layer_that_a_plain_attribute_holds_too_stays_dense_with_a_warning(hold):
+    model = nn.Module()
+    model.body = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    model.body.order = hold(model.body[0])  # as a forward may call it
+    message = "left dense: body.0 is held by the attribute 'body.order' too"
+    with pytest.warns(UserWarning, match=message) as caught:
+        convert(model, BTT())
+    assert len(caught) == 1
+    assert structured(model) == {"body.1"}
+
+
 def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh():
     model = GPT()
     model.config = type("Config", (), {"_name_or_path": "openai-community/gpt2"})()

@@ -474,3 +474,16 @@ def test_no_singular_value_ends_above_one_tenth_beyond_one(way, method, spectra,
             assert largest_singular_values(alone) < 1.1, stack.shape
     finally:
         torch.set_float32_matmul_precision("highest")
+
+
+@every_method
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_matrix_that_is_not_finite_has_a_factor_of_nan_and_the_others_do_not_notice(
+    method, value
+):
+    matrices = torch.randn(3, 5, 8)
+    expected = polar_factor(matrices, method=method)
+    matrices[1, 2, 3] = value
+    factors = polar_factor(matrices, method=method)
+    assert factors[1].isnan().all()
+    torch.testing.assert_close(factors[::2], expected[::2], atol=1e-5, rtol=1e-5)

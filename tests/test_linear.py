@@ -354,6 +354,13 @@ def test_what_would_change_the_weight_is_told_to_change_the_cores(change, what):
     assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("read", [lambda weight: weight, lambda weight: weight.detach()])
+def test_a_hook_on_the_weight_which_would_never_run_is_refused(read):
+    layer = StructuredLinear(16, 12)
+    with pytest.raises(RuntimeError, match="put a hook on each of the cores of StructuredLinear"):
+        read(layer.weight).register_hook(lambda gradient: 2 * gradient)
+
+
 def test_torch_jit_script_says_at_once_that_tracing_is_the_way():
     layer = StructuredLinear(16, 12)
     for model in (layer, nn.Sequential(nn.Linear(16, 16), layer)):

@@ -74,9 +74,10 @@ def convert(
         TypeError: not a module, not a structure, or not a pattern.
 
     Warns:
-        UserWarning: layers that grow, are padded by more than 15 %, or stay dense for their hooks;
-            a model that says that its weights were loaded from a checkpoint; init="match" for
-            weights without values (meta).
+        UserWarning: layers that grow, are padded by more than 15 %, or stay dense for their hooks
+            or because a plain list, tuple, dict or method holds them too; a model that says that
+            its weights were loaded from a checkpoint; init="match" for weights without values
+            (meta).
 
     >>> from structlin import BTT
     >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))

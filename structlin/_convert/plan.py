@@ -407,6 +407,9 @@ def warn_of(planned: Plan) -> None:
     hooked = [d.layer.name for d in planned.decisions if d.reason.startswith("has hooks")]
     if hooked:
         texts.append(f"left dense, for they have hooks, which would be lost: {', '.join(hooked)}")
+    for decision in planned.decisions:
+        if decision.reason.startswith("is held by"):
+            texts.append(f"left dense: {decision.layer.name} {decision.reason}")
     decided = {decision.layer.name for decision in planned.decisions}
     matrices = find_loose_matrices(planned.model)
     loose = [matrix for matrix in matrices if matrix.name not in decided]

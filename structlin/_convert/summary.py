@@ -280,8 +280,8 @@ def _describe(layer: Layer) -> Row:
 
 def _count_bytes(tensor: Any) -> int:
     """The bytes of a tensor, and of the tensors that make one up, as of torchao's."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return int(tensor.nbytes)
+    if not hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "full_tensor"):
+        return int(tensor.numel() * tensor.element_size())  # of a DTensor, over all processes
     return sum(_count_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 

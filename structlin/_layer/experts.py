@@ -21,21 +21,29 @@ from .._engine.operands import check_input
 from .._engine.operators import Affine
 from .._hosts.transformers import is_guarded
 from .._structure.structure import Structure
-from .._torch import tree_map, without_subclasses
+from .._torch import tree_leaves, tree_map, without_subclasses
 from ..scaling import init_std
 from .state import DescribedModule
-from .weight import METADATA
+from .weight import METADATA, refuse_hook
 
 _TRANSPOSING = {Tensor.transpose, torch.transpose, Tensor.swapaxes, torch.swapaxes}
 _MT = Tensor.mT.__get__  # type: ignore[attr-defined]
 _T = Tensor.T.__get__  # type: ignore[attr-defined]
 _SWAPPING_LAST = {_MT, _T, Tensor.t, torch.t}
+_DETACHING = (Tensor.detach, Tensor.data.__get__)  # type: ignore[attr-defined]
 _MULTIPLYING = {
     *(torch.matmul, torch.mm, torch.bmm),
     *(Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__),
 }
 # products of rows that are sorted by expert: torch's own, and transformers' for other devices
 _GROUPED = ("grouped_mm", "_grouped_mm", "grouped_mm_fallback")
+# what Python looks up in a class, and not by `__getattr__`; a module must keep its own `__eq__`
+_OPERATORS = (
+    "__neg__ __abs__ __add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ "
+    "__pow__ __rpow__ __matmul__ __rmatmul__ __lt__ __le__ __gt__ __ge__ __setitem__"
+)
+# methods of a module that a parameter has too: there they give a new tensor
+_CASTS = "float double half bfloat16 type"
 
 
 @dataclass(frozen=True)
@@ -126,19 +134,26 @@ class ExpertStack(nn.Module):
         """The parameter that it stands for."""
         return self.lay.join(self.matrices())
 
-    def view(self) -> Tensor:
+    def as_tensor(self) -> Tensor:
         """What code that reads the parameter gets."""
         return self.to_dense() if torch.compiler.is_compiling() else ExpertsView(self)
 
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """A tensor of another dtype, as of a parameter. To another device it moves, as a module."""
+        asked = [*args, *kwargs.values()]
+        if any(isinstance(value, torch.dtype | Tensor) for value in asked):
+            return self.as_tensor().to(*args, **kwargs)
+        return super().to(*args, **kwargs)
+
     def __getitem__(self, index: Any) -> Tensor:
-        return self.view()[index]
+        return self.as_tensor()[index]
 
     def __len__(self) -> int:
         return self.lay.experts
 
     def __getattr__(self, name: str) -> Any:
         if hasattr(Tensor, name) and not name.startswith("_"):
-            return getattr(self.view(), name)
+            return getattr(self.as_tensor(), name)
         return super().__getattr__(name)
 
     @classmethod
@@ -150,13 +165,26 @@ class ExpertStack(nn.Module):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         def read(value: Any) -> Any:
-            return value.view() if isinstance(value, ExpertStack) else value
+            return value.as_tensor() if isinstance(value, ExpertStack) else value
 
         return func(*tree_map(read, args), **tree_map(read, kwargs or {}))
 
     def extra_repr(self) -> str:
         lay = self.lay
         return f"{lay.count} matrices {lay.fan_in} -> {lay.fan_out} of {lay.experts} experts"
+
+
+def _read_by(name: str) -> Callable[..., Any]:
+    """The method of a tensor, for a stack."""
+
+    def call(self: ExpertStack, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.as_tensor(), name)(*args, **kwargs)
+
+    return call
+
+
+for _name in [*_OPERATORS.split(), *_CASTS.split()]:
+    setattr(ExpertStack, _name, _read_by(_name))
 
 
 class DenseExperts(ExpertStack):
@@ -341,9 +369,16 @@ class ExpertsView(Tensor):
     stack: ExpertStack
     experts: Any  #: None: all; an int: one, without its dimension; a tensor: one for each token
     swapped: bool  #: its last two dimensions, beside those of the parameter
+    detached: bool  #: what `.data` and `.detach()` give: without gradient, and no more writable
 
     @staticmethod
-    def __new__(cls, stack: ExpertStack, experts: Any = None, swapped: bool = False) -> Any:
+    def __new__(
+        cls,
+        stack: ExpertStack,
+        experts: Any = None,
+        swapped: bool = False,
+        detached: bool = False,
+    ) -> Any:
         count, rows, columns = stack.lay.shape
         sides = (columns, rows) if swapped else (rows, columns)
         batch: tuple[int, ...] = (count,)
@@ -355,12 +390,18 @@ class ExpertsView(Tensor):
             (*batch, *sides),
             dtype=like.dtype,
             device=like.device,
-            requires_grad=any(parameter.requires_grad for parameter in stack.parameters()),
+            requires_grad=not detached
+            and any(parameter.requires_grad for parameter in stack.parameters()),
         )
         view.stack = stack
         view.experts = experts
         view.swapped = swapped
+        view.detached = detached
         return view
+
+    def part(self, experts: Any) -> Any:
+        """The part of one expert, or of those of each token."""
+        return ExpertsView(self.stack, experts, self.swapped, self.detached)
 
     @property
     def reads_columns(self) -> bool:
@@ -372,7 +413,8 @@ class ExpertsView(Tensor):
         dense = self.stack.to_dense()
         if self.experts is not None:
             dense = dense[self.experts]
-        return dense.mT if self.swapped else dense
+        dense = dense.mT if self.swapped else dense
+        return dense.detach() if self.detached else dense
 
     @classmethod
     def __torch_function__(
@@ -386,9 +428,14 @@ class ExpertsView(Tensor):
         if func in METADATA:
             with without_subclasses():
                 return func(*args, **kwargs)
+        if func in _DETACHING:
+            view = args[0]
+            return cls(view.stack, view.experts, view.swapped, detached=True)
         answer = _answer(func, args, kwargs)
         if answer is not None:
             return answer
+        if func is Tensor.register_hook:
+            refuse_hook(args[0].stack)
         refuse_writing(func, args, kwargs)
 
         def form(value: Any) -> Any:
@@ -406,9 +453,11 @@ def refuse_writing(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     """Raises: RuntimeError: `func` would write to the weight of structured experts."""
     name = getattr(func, "__name__", str(func))
     is_in_place = name.endswith("_") and not name.endswith("__")
-    is_in_place = is_in_place or name in ("__set__", "__setitem__")
-    written = args[0] if is_in_place and args else kwargs.get("out")
-    if isinstance(written, ExpertsView):
+    written = kwargs.get("out")
+    if is_in_place or name in ("__set__", "__setitem__"):
+        arguments = [*args, *kwargs.values()]  # torch.nn.init names its own
+        written = arguments[:1]
+    if any(isinstance(tensor, ExpertsView) for tensor in tree_leaves(written)):
         raise RuntimeError(
             f"{name} would change the weight of structured experts, which is made of their cores: "
             "write to the cores, or densify the model first"
@@ -454,24 +503,26 @@ def _select(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     index = args[-1]
     if isinstance(index, Tensor) and index.dtype in (torch.int32, torch.int64):
         if index.ndim == 1:
-            return ExpertsView(view.stack, index, view.swapped)
+            return view.part(index)
         index = int(index) if index.numel() == 1 and index.ndim == 0 else None
     if not isinstance(index, int) or isinstance(index, bool):
         return None
     count = view.stack.lay.experts
     if not -count <= index < count:
         raise IndexError(f"expert {index} is out of range: there are {count}")
-    return ExpertsView(view.stack, index % count, view.swapped)
+    return view.part(index % count)
 
 
 def _swap(view: ExpertsView) -> Any:
-    return ExpertsView(view.stack, view.experts, not view.swapped)
+    return ExpertsView(view.stack, view.experts, not view.swapped, view.detached)
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> Any:
     """x W^T + bias with one expert's W, `(outputs, inputs)`."""
     is_one = isinstance(weight, ExpertsView) and isinstance(weight.experts, int)
     if not is_one or not weight.reads_columns or isinstance(input, ExpertsView):
+        return None
+    if weight.detached:
         return None
     y = _multiply_one(weight, input)
     return y if bias is None else y + bias
@@ -492,14 +543,20 @@ def _multiply(first: Tensor, second: Tensor) -> Any:
 def _multiply_rows(view: ExpertsView, x: Tensor) -> Tensor | None:
     """x `(..., inputs)` by one expert, `(tokens, rows, inputs)` by that of each token, or
     `(experts, rows, inputs)` by all."""
+    if view.detached:
+        return None
     if isinstance(view.experts, int):
         return _multiply_one(view, x)
     if x.ndim != 3 or len(x) != len(view):
         return None
     if view.experts is None:
         return torch.stack([*_all_of(view.stack.multiply_rows([*x]))])
-    order = view.experts.argsort(stable=True)  # of tokens, by expert
-    sizes = view.experts.bincount(minlength=view.stack.lay.experts).tolist()
+    count = view.stack.lay.experts
+    experts = torch.where(view.experts < 0, view.experts + count, view.experts)
+    order = experts.argsort(stable=True)  # of tokens, by expert
+    sizes = experts.bincount(minlength=count).tolist()
+    if len(sizes) > count:
+        raise IndexError(f"expert {len(sizes) - 1} is out of range: there are {count}")
     y = _multiply_sorted(view.stack, x[order], sizes)
     unsorted: Tensor = y[order.argsort()]
     return unsorted
@@ -521,6 +578,8 @@ def _multiply_groups(
         return None
     if offs is None or bias is not None or out_dtype is not None or input.ndim != 2:
         return None
+    if weight.detached:
+        return None
     ends = offs.tolist()
     sizes = [stop - start for start, stop in pairwise([0, *ends])]
     return _multiply_sorted(weight.stack, input, sizes)
@@ -532,8 +591,12 @@ def _multiply_sorted(stack: ExpertStack, x: Tensor, sizes: Sequence[int]) -> Ten
     outputs, _ = stack.lay.sides
     rows_beyond = len(x) - sum(sizes)
     *rows_of_experts, beyond = torch.split(x, [*sizes, rows_beyond])
-    # an expert without rows is not multiplied
-    results = stack.multiply_rows([rows if len(rows) else None for rows in rows_of_experts])
+    # an expert without rows is not multiplied; if none has any, the first one is, or the cores
+    # would have no gradient, where those of a dense parameter are zeros
+    reached = [rows if len(rows) else None for rows in rows_of_experts]
+    if not any(sizes):
+        reached[0] = rows_of_experts[0]
+    results = stack.multiply_rows(reached)
     products = [product for product in results if product is not None]
     products.append(x.new_zeros(*beyond.shape[:-1], outputs))
     return torch.cat(products)

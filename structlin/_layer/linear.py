@@ -272,12 +272,17 @@ class StructuredLinear(InPlaceOfLinear, DescribedModule):
         normalisation clips.
 
         Raises:
-            ValueError: wrong number or shape of cores; the layer has no values yet (meta). Nothing
-                is changed then.
+            ValueError: wrong number or shape of cores; the layer has no values yet (meta), or is
+                sharded. Nothing is changed then.
         """
         check_cores(self.structure, cores)
         if self.cores[0].is_meta:
             raise ValueError("the layer is on the meta device: move it with to_empty(device=...)")
+        if any(hasattr(core, "full_tensor") for core in self.cores):  # a DTensor takes no plain one
+            raise ValueError(
+                "the layer is sharded: give it values before parallelize_module or fully_shard, or "
+                "load a state dict"
+            )
         for parameter, core in zip(self.cores, cores, strict=True):
             parameter.copy_(core)
         if self.gains is not None:

@@ -126,6 +126,8 @@ class WeightView(Tensor):
                 return weight.layer.multiply(x, bias)
         if func in _DETACHING:
             return cls(args[0].layer, detached=True)
+        if func is Tensor.register_hook:
+            refuse_hook(args[0].layer)
         _refuse_writing(func, args, kwargs)
 
         def form(value: Any) -> Any:
@@ -159,6 +161,14 @@ def _refuse_writing(
     for tensor in tree_leaves(written):
         if isinstance(tensor, WeightView):
             _refuse_change(what, tensor.layer)
+
+
+def refuse_hook(module: nn.Module) -> NoReturn:
+    """Raises: RuntimeError: a hook on the weight of `module`, which is made of cores."""
+    raise RuntimeError(
+        "register_hook: no gradient reaches a weight that is made of cores, so the hook would "
+        f"never run: put a hook on each of the cores of {module!r}"
+    )
 
 
 def _refuse_change(what: str, layer: InPlaceOfLinear) -> NoReturn:

@@ -13,7 +13,7 @@ from .._hosts.transformers import build_conv1d, is_conv1d
 from .._layer.linear import StructuredLinear
 from .experts import layouts_of
 from .kinds import Widths, role_of, widths
-from .obstacles import carry_attributes, find_obstacle, find_what_is_lost
+from .obstacles import carry_attributes, find_obstacle, find_references, find_what_is_lost
 from .parameters import is_undeclared, parameters_of
 from .transaction import Step, as_it_was_on_error
 
@@ -122,6 +122,7 @@ def linear_layers(model: nn.Module) -> list[Layer]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners[id(parameter)].append(name)
     heads = find_declared_heads(model)
+    references = find_references(model)
     layers = []
     for module, names_of_layer in names.items():
         in_features, out_features = widths_of_module[module]
@@ -129,7 +130,9 @@ def linear_layers(model: nn.Module) -> list[Layer]:
         sharing = owners[id(module._parameters.get("weight"))]
         tied = {name.rpartition(".")[0] for name in sharing} - set(names_of_layer)
         parents = [model.get_submodule(name.rpartition(".")[0]) for name in names_of_layer if name]
-        obstacle = find_obstacle(module, names_of_layer, (out_features, in_features), parents)
+        shape = (out_features, in_features)
+        reference = references.get(module, "")
+        obstacle = find_obstacle(module, names_of_layer, shape, parents, reference)
         layers.append(
             Layer(
                 tuple(names_of_layer),

@@ -2,7 +2,8 @@
 what forbids to replace it."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ _WRAPPERS = {
     "FullyShardedDataParallel": "FullyShardedDataParallel",
 }
 _STORES = ("_parameters", "_buffers", "_modules")
+_DEEPEST = 3  # so many lists inside each other are searched for modules
 _SMALLEST: dict[type[nn.Module], nn.Module] = {}
 _ADAPTER = re.compile(r"(^|\.)(base_layer|lora_[A-Za-z_]+|original_module|modules_to_save)(\.|$)")
 
@@ -53,8 +55,37 @@ def _find_wrapper(module: nn.Module) -> str:
     return ""
 
 
+def find_references(model: nn.Module) -> dict[nn.Module, str]:
+    """The modules that a module of `model` also holds outside of its submodules, each with the name
+    of that attribute: in a list, tuple or dict, or by a bound method. There nobody replaces them.
+    """
+    found: dict[nn.Module, str] = {}
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute in _STORES or attribute.endswith("_hooks"):
+                continue
+            place = f"{name}.{attribute}" if name else attribute
+            for held in _list_modules(value, _DEEPEST):
+                if held is not module:  # a method of its own is told as such
+                    found.setdefault(held, place)
+    return found
+
+
+def _list_modules(value: Any, depth: int) -> Iterator[nn.Module]:
+    owner = getattr(value, "__self__", None) if isinstance(value, MethodType) else value
+    if isinstance(owner, nn.Module):
+        yield owner
+    elif isinstance(value, list | tuple | dict) and depth:
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _list_modules(entry, depth - 1)
+
+
 def find_obstacle(
-    module: nn.Module, names: Sequence[str], shape: tuple[int, int], parents: list[nn.Module]
+    module: nn.Module,
+    names: Sequence[str],
+    shape: tuple[int, int],
+    parents: list[nn.Module],
+    reference: str = "",
 ) -> str:
     """Why a linear layer cannot be converted; empty if it can.
 
@@ -62,10 +93,16 @@ def find_obstacle(
         names: of the layer in its model.
         shape: `(out_features, in_features)`.
         parents: the modules that hold it.
+        reference: the attribute that holds it outside of the submodules, if one does.
     """
     kind = type(module)
     if isinstance(module, StructuredLinear):
         return "is structured already"
+    if reference:
+        return (
+            f"is held by the attribute {reference!r} too, which would go on with the old layer: "
+            "use nn.ModuleList or nn.ModuleDict there"
+        )
     if any(isinstance(parent, nn.MultiheadAttention) for parent in parents):
         return "belongs to nn.MultiheadAttention, which reads its weight without calling it"
     weight = module._parameters.get("weight")

@@ -184,7 +184,8 @@ def coordinate_check(
     Raises:
         ValueError: fewer than two widths, a width that is not positive, no batch, no seed, `steps`
             below 1, a tolerance that is not positive; a model that `build` returns twice; layers
-            that only one width has; training that changes no output.
+            that only one width has; training that changes no output; a layer that gets other
+            tokens by training, such as an expert.
         TypeError: `build`, `optimizer` or `loss` returns something else.
 
     >>> def mlp(width):
@@ -317,12 +318,29 @@ def _measure(
     outputs: dict[str, list[Tensor]], outputs_before: dict[str, list[Tensor]]
 ) -> dict[str, Size]:
     sizes = {}
+    _require_same_calls(outputs, outputs_before)
     for name, calls in outputs.items():
         pairs = zip(calls, outputs_before[name], strict=True)
         changes = [promote(y) - promote(before) for y, before in pairs]
         output = rms_over_calls([rms_of(y) for y in calls])
         sizes[name] = Size(output, rms_over_calls([rms_of(change) for change in changes]))
     return sizes
+
+
+def _require_same_calls(
+    outputs: dict[str, list[Tensor]], outputs_before: dict[str, list[Tensor]]
+) -> None:
+    """Refuse a layer whose outputs are of other shapes by now, so that nobody can say what changed:
+    an expert, to which a router that is trained sends other tokens."""
+    for name in dict.fromkeys([*outputs_before, *outputs]):
+        shapes = [tuple(y.shape) for y in outputs.get(name, [])]
+        shapes_before = [tuple(y.shape) for y in outputs_before.get(name, [])]
+        if shapes != shapes_before:
+            raise ValueError(
+                f"layer {name!r} made outputs of shapes {shapes_before} of the first batch before "
+                f"training, and {shapes} now: their change has no size. Freeze what sends other "
+                "tokens to it, such as a router"
+            )
 
 
 @contextmanager

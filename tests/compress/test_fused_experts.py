@@ -209,6 +209,72 @@ def test_code_that_reads_the_parameter_finds_a_tensor():
         stack.zero_()
 
 
+READS = {
+    "view": lambda w: w.view(-1, WIDTH),
+    "a number from the left": lambda w: 2 - w,
+    "a number from the right": lambda w: w * 0.5 + 1,
+    "unary": lambda w: abs(-w),
+    "power": lambda w: w**2,
+    "at": lambda w: w @ torch.ones(EXPERTS, WIDTH, 3),
+    "dtype": lambda w: w.to(torch.float64),
+    "double": lambda w: w.double(),
+    "of tokens, from the last": lambda w: w[torch.tensor([-1, 0])] @ torch.ones(2, WIDTH, 1),
+    "detached": lambda w: w.detach()[1] @ torch.ones(WIDTH, 3),
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_what_a_forward_does_with_the_parameter_it_may_do_with_experts(name):
+    lay = Lay(EXPERTS, 2, INSIDE, WIDTH)
+    stack = StructuredExperts(lay, LowRank(rank=2).structure(WIDTH, INSIDE))
+    dense = lay.join(multiply_cores(stack).unflatten(0, (EXPERTS, 2)))
+    expected = READS[name](dense)
+    found = READS[name](stack)
+    torch.testing.assert_close(found, expected)
+    assert found.requires_grad == expected.requires_grad
+    assert {core.dtype for core in stack.cores} == {torch.float32}  # a cast is of the tensor alone
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda w: w.data.mul_(0),
+        lambda w: w.detach().mul_(0),
+        lambda w: w[0].data.mul_(0),
+        lambda w: nn.init.normal_(w),
+        lambda w: w.data[1].zero_(),
+        lambda w: w.__setitem__(0, 0.0),
+        lambda w: torch._foreach_mul_([w.data], 0.0),
+    ],
+)
+def test_a_write_that_would_be_lost_is_refused(write):
+    stack = StructuredExperts(Lay(2, 1, 4, 4), LowRank(rank=2).structure(4, 4))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="made of their cores"):
+        write(stack)
+
+
+def test_a_hook_that_would_never_run_is_refused():
+    stack = StructuredExperts(Lay(2, 1, 4, 4), LowRank(rank=2).structure(4, 4))
+    for weight in (stack, stack[0]):
+        with pytest.raises(RuntimeError, match="register_hook: no gradient reaches a weight"):
+            weight.register_hook(lambda gradient: 2 * gradient)
+
+
+def test_cores_that_no_token_reaches_have_a_gradient_of_zeros():
+    stack = StructuredExperts(Lay(2, 1, 4, 4), LowRank(rank=2).structure(4, 4))
+    tokens = torch.empty(0, 1, 4)
+    y = tokens @ stack[torch.empty(0, dtype=torch.long)].mT
+    assert y.shape == (0, 1, 4)
+    y.sum().backward()
+    assert all(core.grad is not None and not core.grad.any() for core in stack.cores)
+
+
+def test_a_token_of_an_expert_that_is_not_there_is_refused():
+    stack = StructuredExperts(Lay(2, 1, 4, 4), LowRank(rank=2).structure(4, 4))
+    with pytest.raises(IndexError, match="expert 2 is out of range: there are 2"):
+        stack[torch.tensor([0, 2])] @ torch.ones(2, 4, 1)
+
+
 # ---- what each expert is projected for -----------------------------------------------------------
 
 

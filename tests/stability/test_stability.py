@@ -191,3 +191,31 @@ def test_a_bad_coordinate_check_is_named(changed, error, message):
     }
     with pytest.raises(error, match=message):
         coordinate_check(**options | changed)
+
+
+class Routed(nn.Module):
+    """Tokens go to the layer if the gate says so."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.gate = nn.Linear(2, 1, bias=False)
+        self.expert = nn.Linear(2, width)
+        nn.init.ones_(self.gate.weight)
+
+    def forward(self, x):
+        scores = self.gate(x)
+        rows = (scores[:, 0] > 0).nonzero()[:, 0]
+        y = torch.ones(len(x), self.expert.out_features) * scores
+        return y.index_add(0, rows, self.expert(x[rows])) if len(rows) else y
+
+
+@pytest.mark.parametrize(("lr", "now"), [(0.4, r"\[\(2, 2\)\]"), (9.0, r"\[\]")])
+def test_an_expert_that_gets_other_tokens_by_training_is_named(lr, now):
+    with pytest.raises(ValueError, match=rf"layer 'expert' .* \[\(3, 2\)\] .* {now} now"):
+        coordinate_check(
+            Routed,
+            [2, 4],
+            [torch.tensor([[1.0, 0.0], [0.0, 1.0], [3.0, 1.0]])],
+            loss=lambda model, batch: model(batch).mean(),
+            optimizer=lambda model, width: torch.optim.SGD(model.gate.parameters(), lr=lr),
+        )

@@ -19,7 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from structlin import BTT, Structure, StructuredLinear, convert, linear_cross_entropy, plan
+from structlin import (
+    BTT, Structure, StructuredLinear, convert, linear_cross_entropy, plan, summary
+)
 from structlin._model import loss as loss_module
 
 torch.set_num_threads(1)
@@ -64,6 +66,17 @@ dcp.load(found, checkpoint_id=f"{sys.argv[1]}/dcp")
 set_model_state_dict(again, found["model"])
 assert torch.equal(again(x), first(x))
 print("checkpoint: the same")
+before = first(x)
+first.reshard()  # whole parameters stay until then
+same = Structure("g d -> b a", "g s b d", "b a g s", **sizes)
+assert str(summary(first)) == str(summary(convert(nn.Sequential(nn.Linear(16, 16)), same)))
+zeros = [torch.zeros(4, 8, 4), torch.zeros(4, 4, 8)]
+for change, values in (("from_dense_", torch.zeros(16, 16)), ("set_cores_", zeros)):
+    try:
+        getattr(first[0], change)(values)
+    except ValueError as error:
+        print("values:", error)
+assert torch.equal(first(x), before)
 
 # a loss in chunks
 loss_module._choose_sizes = lambda layer, rows: (64, 6)
@@ -112,6 +125,12 @@ def said(tmp_path_factory):
 def test_a_sharded_state_refuses_another_structure_and_goes_through_a_checkpoint(said):
     assert "structure={" in said["state"][0]
     assert said["checkpoint"]
+
+
+def test_values_are_given_to_a_layer_before_it_is_sharded(said):
+    assert len(said["values"]) == 2
+    for error in said["values"]:
+        assert "is sharded: give it values before parallelize_module or fully_shard" in error
 
 
 def test_sharded_weights_are_refused_and_the_error_says_to_convert_first(said):
