@@ -438,7 +438,7 @@ def test_a_state_dict_has_parameters_alone_and_says_what_its_layers_compute_with
     before = snapshot(other)
     if says:
         for strict in (True, False):
-            with pytest.raises(RuntimeError, match=r"'0': structure.*=.* in the model, .* in the st"):
+            with pytest.raises(RuntimeError, match=r"'0': structure.*=.* in the model, .* in the"):
                 other.load_state_dict(state, strict=strict)
     else:
         other.load_state_dict(state)  # names and shapes are all that is left
