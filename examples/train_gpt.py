@@ -262,8 +262,8 @@ def report(runs, data, options):
     _, y = data.heldout[0]
     tokens_per_step = options.batch * y[:1].numel()
     rows = [summarize(run, tokens_per_step) for run in runs]
-    line = "{label:18}{optimizer:6}{width:5}{params:12,}{flops:12,}{steps:8,}{ms:9.1f} ms"
-    line += "{loss:9.4f}"
+    print(f"{'':24}width  parameters FLOPs/token   steps   ms/step     loss")
+    line = "{label:18}{optimizer:6}{width:5}{params:12,}{flops:12,}{steps:8,}{ms:10.1f}{loss:9.4f}"
     for row in rows:
         print(line.format(**row))
     options.out.mkdir(parents=True, exist_ok=True)
