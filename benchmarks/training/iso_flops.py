@@ -447,6 +447,7 @@ EXPERIMENT = Experiment(
     numbers=iso_report.numbers,
     tables={
         "iso fronts": iso_report.fronts,
+        "iso gains": iso_report.gains,
         "iso distances": iso_report.distances,
         "iso compute": iso_report.compute,
         "iso fits": iso_report.fits,

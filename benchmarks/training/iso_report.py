@@ -185,6 +185,15 @@ def distances(result: Row) -> str:
     return tabulate_seeds(result, "above", "+.1f")
 
 
+def gains(result: Row) -> str:
+    """A table: percent of BTT of rank 4 above dense on characters, in the mean of the seeds, by
+    optimizer and budget."""
+    cells = {}
+    for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
+        cells[row["optimizer"], name_flops(row["budget"])] = f"{fmean(row['above']):+.1f} %"
+    return report.pivot(cells, list_budgets(result["table"]))
+
+
 def compute(result: Row) -> str:
     """A table: how many times the budget dense needs for the structured loss, by budget."""
     return tabulate_seeds(result, "compute", ".2f")

@@ -78,6 +78,14 @@ def test_a_dense_kind_with_fewer_seeds_is_not_the_reference():
         assert row["above"] == pytest.approx([-10.0] * 3)
 
 
+def test_the_gains_are_means_of_seeds_by_optimizer_and_budget():
+    curves = {"dense": lambda budget: 2.0, "BTT r=4": lambda budget: 2.02}
+    table = make_table(curves, seeds=(0.9, 1.1))
+    header, _, line = iso_report.gains({"table": table}).splitlines()
+    assert header.split("|")[2:-1] == [" 2.5e11 ", " 1e12 ", " 5e12 ", " 2e13 "]
+    assert line.split("|")[1:-1] == [" AdamW ", *[" +1.0 % "] * 4]
+
+
 # ---- mixtures ------------------------------------------------------------------------------------
 
 
