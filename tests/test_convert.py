@@ -1,5 +1,6 @@
 import inspect
 import re
+import weakref
 
 import pytest
 import torch
@@ -391,6 +392,12 @@ def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh()
         match="loaded from 'openai-community/gpt2': init='match' starts its .* afresh",
     ):
         convert(model)
+
+
+def test_a_weak_proxy_of_a_module_does_not_hold_it():
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+    model[1].before = weakref.proxy(model[0])
+    assert structured(convert(model, BTT())) == {"0"}
 
 
 def test_a_model_without_residual_branches_has_no_ends_of_them():

@@ -19,7 +19,7 @@ from ..optim._groups import param_groups
 from .memory import storages_in
 from .padding import select_rows
 from .progress import Bar
-from .replay import check_batches, prepare_call
+from .replay import check_batches, prepare_call, require_arguments
 
 WARMUP = 0.1  # of the steps, in which the rate rises; a cosine leads to zero afterwards
 JUDGEMENTS = 10  # passes over the held-out batches during the steps, evenly spread
@@ -338,6 +338,7 @@ def _put_back(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> N
 def _find_loss(model: nn.Module, teacher: nn.Module, logits: bool | None, batch: Any) -> Tensor:
     """The sum over the outputs that both models have."""
     call = prepare_call(model, batch)  # which gives each model copies of the tensors
+    require_arguments(model, call)
     with torch.no_grad():
         teacher_outputs = dict(find_tensors(call.make(teacher)))
     outputs = {name: s for name, s in find_tensors(call.make(model)) if s.ndim}  # no losses

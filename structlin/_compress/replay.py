@@ -191,12 +191,11 @@ def check_batches(name: str, batches: object) -> None:
 def prepare_call(model: nn.Module, batch: Any, seed: int = 0) -> Call:
     """The call of the model with this batch, see `split_batch`."""
     args, kwargs = split_batch(batch)
-    _require_arguments(model, args, kwargs)
     return Call(*copy_batch(args, kwargs), find_masks(model, args, kwargs), seed)
 
 
-def _require_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raises: TypeError: the model's `forward` does not take what a batch was split into."""
+def require_arguments(model: nn.Module, call: Call) -> None:
+    """Raises: TypeError: the model's `forward` does not take what the batch was split into."""
     if model._forward_pre_hooks:
         return  # they may change the arguments
     try:
@@ -204,9 +203,9 @@ def _require_arguments(model: nn.Module, args: Sequence[Any], kwargs: Mapping[st
     except (TypeError, ValueError):  # it is of no Python function
         return
     try:
-        signature.bind(*args, **kwargs)
+        signature.bind(*call.args, **call.kwargs)
     except TypeError as error:
-        hint = "; of pairs (input, label) give the inputs alone" if len(args) > 1 else ""
+        hint = "; of pairs (input, label) give the inputs alone" if len(call.args) > 1 else ""
         raise TypeError(
             f"batches: {type(model).__name__}.forward does not take a batch: {error}. A tuple or "
             f"list is its positional arguments, a mapping its keywords{hint}"
@@ -423,6 +422,7 @@ def observe(
 
     def find_order(call: Call) -> list[nn.Module]:
         order: list[nn.Module] = []
+        require_arguments(model, call)
         replica = replay.original.replicate()
         for layer in layers:
             replica[layer].register_forward_pre_hook(lambda *_, layer=layer: order.append(layer))

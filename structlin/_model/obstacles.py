@@ -72,8 +72,8 @@ def find_references(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _list_modules(value: Any, depth: int) -> Iterator[nn.Module]:
-    owner = getattr(value, "__self__", None) if isinstance(value, MethodType) else value
-    if isinstance(owner, nn.Module):
+    owner = value.__self__ if isinstance(value, MethodType) else value
+    if issubclass(type(owner), nn.Module):  # a weak proxy says that it is an instance
         yield owner
     elif isinstance(value, list | tuple | dict) and depth:
         for entry in value.values() if isinstance(value, dict) else value:

@@ -343,6 +343,11 @@ CASES = {
         FloatingPointError,
         "the loss of the held-out batches is nan",
     ),
+    "pairs": (
+        {"batches": [(batch, batch) for batch in BATCHES]},
+        TypeError,
+        r"batches: Sequential\.forward does not take .* give the inputs alone",
+    ),
     "one batch": ({"batches": BATCHES[0]}, TypeError, r"batches=Tensor .* for example \[batch\]"),
     "a mapping": ({"batches": {"x": BATCHES[0]}}, TypeError, "batches=dict must be an iterable"),
     "steps": ({"steps": 0}, ValueError, "steps=0 must be at least 1"),
