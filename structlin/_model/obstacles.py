@@ -72,7 +72,7 @@ def find_references(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def _list_modules(value: Any, depth: int) -> Iterator[nn.Module]:
-    owner = value.__self__ if isinstance(value, MethodType) else value
+    owner: Any = value.__self__ if isinstance(value, MethodType) else value
     if issubclass(type(owner), nn.Module):  # a weak proxy says that it is an instance
         yield owner
     elif isinstance(value, list | tuple | dict) and depth:
