@@ -123,7 +123,7 @@ def said(tmp_path_factory):
 
 
 def test_a_sharded_state_refuses_another_structure_and_goes_through_a_checkpoint(said):
-    assert "structure={" in said["state"][0]
+    assert "structure." in said["state"][0]
     assert said["checkpoint"]
 
 
