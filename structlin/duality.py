@@ -389,13 +389,12 @@ def _iterate(x: Tensor, schedule: Schedule) -> Tensor:
 
 def _svd(x: Tensor) -> Tensor:
     """By singular values. As of an iteration, what is not finite gives NaN in its matrix alone."""
-    is_finite = x.isfinite().all(-1, keepdim=True).all(-2, keepdim=True)  # (..., 1, 1)
-    x = torch.where(is_finite, x, torch.zeros_like(x))
+    is_infinite = ~x.isfinite().all(dim=(-2, -1), keepdim=True)  # (..., 1, 1), NaN too
+    x = x.masked_fill(is_infinite, 0.0)
     wide = x.shape[-2] <= x.shape[-1]
     # (..., short, short), (..., short), (..., short, long)
     u, s, vh = torch.linalg.svd(x if wide else x.mT, full_matrices=False)
     tolerance = s[..., :1] * max(x.shape[-2:]) * torch.finfo(x.dtype).eps
     in_rank = (s > tolerance).to(x.dtype)  # the singular values that are not rounding
     factors = torch.matmul(u * in_rank.unsqueeze(-2), vh)
-    factors = factors if wide else factors.mT
-    return torch.where(is_finite, factors, torch.full_like(factors, nan))
+    return (factors if wide else factors.mT).masked_fill(is_infinite, nan)

@@ -438,7 +438,8 @@ def test_a_state_dict_has_parameters_alone_and_says_what_its_layers_compute_with
     before = snapshot(other)
     if says:
         for strict in (True, False):
-            with pytest.raises(RuntimeError, match=r"'0': structure.*=.* in the model, .* in the"):
+            message = r"'0': structure\.\w+=.* in the model, .* in the state"
+            with pytest.raises(RuntimeError, match=message):
                 other.load_state_dict(state, strict=strict)
     else:
         other.load_state_dict(state)  # names and shapes are all that is left
@@ -449,7 +450,7 @@ def test_wrappers_of_torch_keep_what_a_state_dict_says():
     first, other = build_pair()
     for wrap in (torch.compile, torch.optim.swa_utils.AveragedModel, nn.DataParallel):
         wrap(build_pair()[0]).load_state_dict(wrap(first).state_dict())
-        with pytest.raises(RuntimeError, match=r"0': structure.*=.* in the model"):
+        with pytest.raises(RuntimeError, match=r"0': structure\.\w+=.* in the model"):
             wrap(other).load_state_dict(wrap(first).state_dict())
 
 
@@ -465,8 +466,8 @@ def test_distributed_checkpoints_name_what_they_can_set_again(wrap):
     model.load_state_dict(model.state_dict())
 
 
-def test_load_takes_the_file_for_its_folder_and_says_when_nothing_is_there(saved):
+def test_load_takes_the_file_for_its_folder_and_says_when_neither_exists(saved):
     model, path = saved
     assert torch.equal(load(GPT(), path / FILE)(TOKENS), model(TOKENS))
-    with pytest.raises(ValueError, match="path='no_folder': there is nothing"):
+    with pytest.raises(ValueError, match="path='no_folder' does not exist"):
         load(GPT(), "no_folder")

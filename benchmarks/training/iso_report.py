@@ -186,8 +186,8 @@ def distances(result: Row) -> str:
 
 
 def gains(result: Row) -> str:
-    """A table: percent of BTT of rank 4 above dense on characters, in the mean of the seeds, by
-    optimizer and budget."""
+    """A table: by how much the loss of BTT of rank 4 is above dense's on characters, in the mean of
+    the seeds, by optimizer and budget."""
     cells = {}
     for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
         cells[row["optimizer"], name_flops(row["budget"])] = f"{fmean(row['above']):+.1f} %"

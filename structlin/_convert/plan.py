@@ -304,7 +304,7 @@ class Plan:
             pattern = hide_numbers(layer.name)
             names_of_pattern[pattern].append(layer.name)
             widths = (layer.in_features, layer.out_features)
-            key = (pattern, layer.role, *widths, decision.result)
+            key = (pattern, layer.role, *widths, decision.outcome)
             groups[key].append(decision)
         for group in groups.values():
             names = [decision.layer.name for decision in group]
@@ -327,7 +327,7 @@ class Plan:
         params = count * decision.resolved.params
         flops = count * decision.resolved.flops
         dense_params = count * layer.in_features * layer.out_features
-        cells += [decision.result, f"{params:,}", percent(params, dense_params)]
+        cells += [decision.outcome, f"{params:,}", percent(params, dense_params)]
         # a token takes some of the experts, as it did before
         flops_per_token = "of its experts" if layer.count > 1 else f"{flops:,}"
         cells += [flops_per_token, percent(flops, 2 * dense_params)]

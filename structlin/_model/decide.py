@@ -29,8 +29,8 @@ class Decision:
     zero_init: bool = False
 
     @property
-    def result(self) -> str:
-        """What tables say of it: its structure, or the reason."""
+    def outcome(self) -> str:
+        """Its structure, or the reason why it stays, as tables say it."""
         if self.structure is None:
             return self.reason
         return label(self.structure) + (", starts at zero" if self.zero_init else "")

@@ -156,7 +156,7 @@ def _read_file(path: Path) -> _Contents:
 
     file = path if path.is_file() else path / FILE
     if not path.exists():
-        raise ValueError(f"path={str(path)!r}: there is nothing")
+        raise ValueError(f"path={str(path)!r} does not exist")
     if not file.is_file():  # a pipe or a device would never end
         raise ValueError(f"path={str(path)!r} has no {FILE}; was it written by structlin.save?")
     try:

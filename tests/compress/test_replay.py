@@ -198,6 +198,13 @@ def test_too_many_batches_for_the_machine_are_said_to_be_too_many(monkeypatch):
         plan_compression(build(), LowRank(rank=1), batches, keep=None)
 
 
+def test_a_hook_may_make_the_models_arguments_of_another_batch():
+    model = build()
+    model.register_forward_pre_hook(lambda module, args: args[:1])
+    replay = observe(model, [*model], [(torch.ones(1, 2), torch.zeros(1))])
+    assert replay.order == [*model]
+
+
 class Skips(nn.ModuleDict):
     def forward(self, x: Tensor, way: str) -> Tensor:
         for name in way:
