@@ -396,7 +396,7 @@ def test_a_model_that_was_loaded_from_a_checkpoint_warns_that_it_starts_afresh()
 
 def test_a_weak_proxy_of_a_module_does_not_hold_it():
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
-    model[1].before = weakref.proxy(model[0])
+    model[1].before = [weakref.proxy(model[0])]
     assert structured(convert(model, BTT())) == {"0"}
 
 
