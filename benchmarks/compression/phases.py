@@ -23,8 +23,8 @@ from types import FrameType
 from typing import Any
 
 import structlin
-from benchmarks.compression import methods, smollm2
-from benchmarks.compression.tokens import MEMORY, list_batches, read
+from benchmarks.compression import methods
+from benchmarks.compression.tokens import MEMORY, read
 from benchmarks.harness import report
 from benchmarks.harness.experiment import Experiment
 from benchmarks.harness.record import Row
@@ -107,8 +107,9 @@ def read_memory() -> int:
 
 def run(tokens: int, keep: float, **sizes: Any) -> Row:
     """Compress once: seconds, gigabytes, and the phases."""
-    batches = list_batches(sizes["model"], tokens, sizes["context"])
-    small = copy.deepcopy(read(sizes["model"])[0])
+    subject = read(**sizes, windows=1)
+    batches = subject.list_batches(tokens)
+    small = copy.deepcopy(subject.dense)
     samples = Samples()
     processor_start, start = time.process_time(), time.perf_counter()
     with samples.take():
@@ -117,7 +118,7 @@ def run(tokens: int, keep: float, **sizes: Any) -> Row:
             methods.FAMILIES["low-rank"],
             batches,
             keep=keep,
-            include=f"{smollm2.PART}*",
+            include=f"{subject.part}*",
             memory=MEMORY,
         )
     phases = samples.summary()

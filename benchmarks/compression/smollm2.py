@@ -79,14 +79,19 @@ PAIRS = ((" is", " are"), (" was", " were"))
 def read_smollm2() -> tuple[nn.Module, dict[str, Tensor]]:
     """The model, and the tokens of each text."""
     model, tokenizer = pretrained.read_gguf(require(pretrained.SMOLLM2))
+    texts = read_texts()
+    return model, {name: pretrained.tokenize(tokenizer, text) for name, text in texts.items()}
+
+
+def read_texts() -> dict[str, str]:
+    """The encyclopedia's articles, those that calibrate apart from those that measure, and C4."""
     encyclopedia, c4 = (
         require(pretrained.TEXTS[name]).read_text(encoding="utf-8") for name in ("wiki", "c4")
     )
     articles = list_articles(encyclopedia)
     held_out = articles[HELD_OUT - 1 :: HELD_OUT]
     known = [article for n, article in enumerate(articles, 1) if n % HELD_OUT]
-    texts = {"known": "\n\n".join(known), "wiki": "\n\n".join(held_out), "c4": c4}
-    return model, {name: pretrained.tokenize(tokenizer, text) for name, text in texts.items()}
+    return {"known": "\n\n".join(known), "wiki": "\n\n".join(held_out), "c4": c4}
 
 
 def list_articles(encyclopedia: str) -> list[str]:

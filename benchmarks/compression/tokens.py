@@ -22,7 +22,9 @@ import copy
 import json
 import math
 import time
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -35,7 +37,8 @@ import structlin
 from benchmarks.compression import methods, peers, smollm2
 from benchmarks.compression.heal import find_nats
 from benchmarks.harness import report
-from benchmarks.harness.experiment import Experiment, Row
+from benchmarks.harness.experiment import Experiment
+from benchmarks.harness.record import Row
 from benchmarks.harness.statistics import differences, select, values
 from structlin import StructuredLinear
 
@@ -53,24 +56,57 @@ CHOSEN_RANKS = Path("out") / "tokens"  # a file for each low-rank model
 # ---- what a process shares -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A trained model, how it is calibrated, and how it is measured.
+
+    Args:
+        name: of it and its windows, in the names of files.
+        dense: the model as it is.
+        part: what the names of the layers begin with that are compressed.
+        list_batches: a number of tokens -> batches of that many.
+        measure: a model -> what its row has.
+    """
+
+    name: str
+    dense: nn.Module
+    part: str
+    list_batches: Callable[[int], list[peers.Batch]]
+    measure: Callable[[nn.Module], Row]
+
+
 @lru_cache(maxsize=1)
-def read(model: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    return smollm2.read_tokens(model)
+def read(model: str, context: int, windows: int) -> Subject:
+    """SmolLM2: windows of the encyclopedia, evenly spread over the articles that are not held out,
+    calibrate. Perplexity is of other articles and of C4."""
+    dense, texts = smollm2.read_tokens(model)
+    held_out = {name: smollm2.cut(texts[name], windows, context) for name in TEXTS}
+
+    def list_batches(tokens: int) -> list[peers.Batch]:
+        windows = smollm2.cut(texts["known"], tokens // context, context)
+        return [{"input_ids": ids[None]} for ids in windows]
+
+    name = f"{model.replace(' ', '')}x{context}"
+    return Subject(name, dense, smollm2.PART, list_batches, partial(measure, held_out))
 
 
-def list_batches(model: str, tokens: int, context: int) -> list[peers.Batch]:
-    """Windows of the encyclopedia, evenly spread over the articles that are not held out."""
-    known = read(model)[1]["known"]
-    return [{"input_ids": ids} for ids in smollm2.cut(known, tokens // context, context).split(1)]
+def measure(held_out: Mapping[str, Tensor], model: nn.Module) -> Row:
+    """Perplexity of each text's windows, and each window's log."""
+    row: Row = {}
+    for name, windows in held_out.items():
+        nats = find_nats(model, windows)
+        row[f"perplexity_{name}"] = math.exp(min(fmean(nats), 700.0))
+        row[f"nats_{name}"] = [round(value, 5) for value in nats]
+    return row
 
 
 @lru_cache(maxsize=1)  # both shares follow one another
-def observe(model: str, tokens: int, context: int) -> tuple[peers.Seen, float]:
-    """What the windows say of the dense layers, and the processor's seconds of that."""
-    dense = read(model)[0]
+def observe(subject: Subject, tokens: int) -> tuple[peers.Seen, float]:
+    """What that many tokens say of the dense layers, and the processor's seconds of that."""
+    layers = peers.layers_of(subject.dense, subject.part)
+    batches = subject.list_batches(tokens)
     start = time.process_time()
-    layers = peers.layers_of(dense, smollm2.PART)
-    seen = peers.Seen(dense, layers, list_batches(model, tokens, context))
+    seen = peers.Seen(subject.dense, layers, batches)
     _ = seen.grams
     return seen, time.process_time() - start
 
@@ -79,43 +115,46 @@ def observe(model: str, tokens: int, context: int) -> tuple[peers.Seen, float]:
 
 
 def run(tokens: int, family: str, keep: float, **sizes: Any) -> Row:
-    """Compress with that many tokens, and measure."""
+    """Compress SmolLM2 with that many tokens, and measure."""
+    return run_on(read(**sizes), tokens, family, keep)
+
+
+def run_on(subject: Subject, tokens: int, family: str, keep: float) -> Row:
     if family == "dense":
-        return measure(read(sizes["model"])[0], sizes) | {"cpu_seconds": 0.0}
+        return subject.measure(subject.dense) | {"cpu_seconds": 0.0}
     if family == PEER:
-        return truncate(tokens, sizes, keep=keep)
+        return truncate(subject, tokens, keep=keep)
     if family == SAME_RANKS:
-        path = place_of_ranks(tokens, keep, sizes)
+        path = place_of_ranks(subject, tokens, keep)
         if not path.exists():
-            compress(tokens, "low-rank", keep, sizes)
+            compress(subject, tokens, "low-rank", keep)
         ranks = json.loads(path.read_text(encoding="utf-8"))
-        return truncate(tokens, sizes, ranks=ranks)
-    small, seconds = compress(tokens, family, keep, sizes)
-    params = methods.count(small, smollm2.PART)["params"]
-    return measure(small, sizes) | {"cpu_seconds": seconds, "params": params}
+        return truncate(subject, tokens, ranks=ranks)
+    small, seconds = compress(subject, tokens, family, keep)
+    params = methods.count(small, subject.part)["params"]
+    return subject.measure(small) | {"cpu_seconds": seconds, "params": params}
 
 
-def compress(tokens: int, family: str, keep: float, sizes: Row) -> tuple[nn.Module, float]:
+def compress(subject: Subject, tokens: int, family: str, keep: float) -> tuple[nn.Module, float]:
     """The smaller model, and the processor's seconds; the ranks of a low-rank one are kept."""
-    batches = list_batches(sizes["model"], tokens, sizes["context"])
-    small = copy.deepcopy(read(sizes["model"])[0])
+    batches = subject.list_batches(tokens)
+    small = copy.deepcopy(subject.dense)
     structure = methods.FAMILIES["low-rank" if family == BFLOAT16 else family]
-    include = f"{smollm2.PART}*"
+    include = f"{subject.part}*"
     start = time.process_time()
     with torch.autocast("cpu", torch.bfloat16, enabled=family == BFLOAT16):
         structlin.compress(small, structure, batches, keep=keep, include=include, memory=MEMORY)
     seconds = time.process_time() - start
     if family == "low-rank":
-        path = place_of_ranks(tokens, keep, sizes)
+        path = place_of_ranks(subject, tokens, keep)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(find_ranks(small)), encoding="utf-8")
     return small, seconds
 
 
-def place_of_ranks(tokens: int, keep: float, sizes: Row) -> Path:
+def place_of_ranks(subject: Subject, tokens: int, keep: float) -> Path:
     """The file of the ranks that `structlin.compress` has chosen."""
-    model = sizes["model"].replace(" ", "")
-    return CHOSEN_RANKS / f"{model}-{tokens}x{sizes['context']}-{keep:g}.json"
+    return CHOSEN_RANKS / f"{subject.name}-{tokens}-{keep:g}.json"
 
 
 def find_ranks(model: nn.Module) -> dict[str, int]:
@@ -128,30 +167,18 @@ def find_ranks(model: nn.Module) -> dict[str, int]:
 
 
 def truncate(
-    tokens: int, sizes: Row, *, keep: float = 1.0, ranks: dict[str, int] | None = None
+    subject: Subject, tokens: int, *, keep: float = 1.0, ranks: dict[str, int] | None = None
 ) -> Row:
     """SVD-LLM with the same share of each layer, or with given ranks."""
-    seen, seconds = observe(sizes["model"], tokens, sizes["context"])
+    seen, seconds = observe(subject, tokens)
     model = copy.deepcopy(seen.model)
-    layers = peers.layers_of(model, smollm2.PART)
+    layers = peers.layers_of(model, subject.part)
     start = time.process_time()
     counts = peers.truncate(
         model, layers, keep, lambda name: peers.take_root(seen.grams[name]), ranks=ranks
     )
     seconds += time.process_time() - start
-    return measure(model, sizes) | {"cpu_seconds": seconds, "params": counts["params"]}
-
-
-def measure(model: nn.Module, sizes: Row) -> Row:
-    """Perplexity on other articles of the encyclopedia and on C4, and each window's log."""
-    texts = read(sizes["model"])[1]
-    held_out = {name: texts[name] for name in TEXTS}
-    row: Row = {}
-    for name, ids in held_out.items():
-        nats = find_nats(model, smollm2.cut(ids, sizes["windows"], sizes["context"]))
-        row[f"perplexity_{name}"] = math.exp(min(fmean(nats), 700.0))
-        row[f"nats_{name}"] = [round(value, 5) for value in nats]
-    return row
+    return subject.measure(model) | {"cpu_seconds": seconds, "params": counts["params"]}
 
 
 def is_run(job: Row) -> bool:
@@ -188,16 +215,28 @@ def show_text(result: Row, text: str) -> str:
         return f"Perplexity of {TEXTS[text]} by calibration tokens: not measured."
     counts = sorted(values(rows, "tokens"))
     lines = [["dense", *[f"{dense[0][f'perplexity_{text}']:.1f}"] * len(counts)]]
+    lines += list_lines(rows, lambda row: cell_of(row, dense[0], text))
+    return report.table([TEXTS[text], *name_counts(rows)], lines)
+
+
+def list_lines(rows: Sequence[Row], cell_of: Callable[[Row], str]) -> list[list[str]]:
+    """A line for each method and share that was run, a cell for each number of tokens."""
+    lines = []
     for keep in (0.8, 0.6):
         for family in METHODS:
-            if not select(rows, family=family, keep=keep):
-                continue
-            cells = []
-            for tokens in counts:
-                found = select(rows, family=family, keep=keep, tokens=tokens)
-                cells.append(cell_of(found[0], dense[0], text) if found else "not measured")
-            lines.append([f"{family}, keep {keep:g}", *cells])
-    return report.table([TEXTS[text], *(f"{tokens:,} tokens" for tokens in counts)], lines)
+            found = {row["tokens"]: row for row in select(rows, family=family, keep=keep)}
+            if found:
+                cells = [
+                    cell_of(found[tokens]) if tokens in found else "not measured"
+                    for tokens in sorted(values(rows, "tokens"))
+                ]
+                lines.append([f"{family}, keep {keep:g}", *cells])
+    return lines
+
+
+def name_counts(rows: Sequence[Row]) -> list[str]:
+    """The titles of their columns."""
+    return [f"{tokens:,} tokens" for tokens in sorted(values(rows, "tokens"))]
 
 
 def show_wiki(result: Row) -> str:

@@ -122,7 +122,7 @@ def test_ranks_are_read_from_the_layers_that_are_not_dense():
 def test_windows_of_calibration_come_from_no_held_out_text():
     _, texts = smollm2.make_tiny()
     known = texts["known"]
-    batches = tokens.list_batches("tiny", 96, 24)
+    batches = tokens.read(**SIZES).list_batches(96)
     assert [batch["input_ids"].shape for batch in batches] == [(1, 24)] * 4
     assert batches[0]["input_ids"][0].equal(known[:24])
     assert batches[-1]["input_ids"][0].equal(known[-24:])

@@ -1,0 +1,85 @@
+"""benchmarks/compression/phases.py: what a look at the stack says, and what is shown."""
+
+import sys
+import time
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("matplotlib")
+
+from benchmarks.compression import phases, smollm2
+from structlin import LowRank, compress
+from tests.tables import read_table
+
+
+def test_every_phase_is_found_on_the_stack_of_compress():
+    """So a function that gets another name is noticed."""
+    model, texts = smollm2.make_tiny()
+    batches = [{"input_ids": smollm2.cut(texts["known"], 32, 24)}]
+    found = set()
+
+    def look(frame, event, argument):
+        if event == "call":
+            found.add(phases.find_phase(frame))
+
+    sys.setprofile(look)
+    try:
+        compress(model, LowRank(rank=1), batches, keep=0.6, include="model.layers.*", memory=0)
+    finally:
+        sys.setprofile(None)
+    assert found == {*phases.PHASES.values(), phases.OTHER}
+
+
+def test_the_innermost_function_says_the_phase_and_only_structlins_do():
+    scope = {"__name__": "structlin.part"}
+    source = "def observe(look): return add(look)\ndef add(look): return other(look)\n"
+    exec(source + "def other(look): return look()", scope)
+    assert phases.find_phase(scope["observe"](lambda: sys._getframe(0))) == "moments of inputs"
+    assert phases.find_phase(scope["other"](lambda: sys._getframe(0))) == phases.OTHER
+    scope["__name__"] = "another.part"
+    assert phases.find_phase(scope["observe"](lambda: sys._getframe(0))) == phases.OTHER
+
+
+def test_samples_have_the_shares_of_time_and_the_most_memory(monkeypatch):
+    scope = {"__name__": "structlin.part", "wait": time.sleep}
+    exec("def project(): wait(.6)\ndef resume(): wait(.2)", scope)
+    sizes = iter(range(1, 1000))
+    monkeypatch.setattr(phases, "read_memory", lambda: next(sizes) * 10**9)
+    samples = phases.Samples()
+    with samples.take():
+        scope["project"]()
+        scope["resume"]()
+    summary = samples.summary()
+    assert [*summary][:2] == ["projection", "runs of both models"]
+    assert sum(phase["share"] for phase in summary.values()) == pytest.approx(1)
+    assert summary["projection"]["share"] > 0.5
+    looks = sum(samples.counts.values())
+    assert summary["runs of both models"]["peak_gb"] == looks  # the last look is the largest
+
+
+@pytest.mark.skipif(not phases.STATUS.exists(), reason="Linux alone says so")
+def test_memory_is_that_of_the_process():
+    before = phases.read_memory()
+    held = torch.ones(25_000_000)  # 100 MB
+    assert 90e6 < phases.read_memory() - before < 150e6
+    del held
+
+
+def test_a_page_has_the_phases_of_the_run_with_the_most_tokens():
+    def make_row(count, share):
+        seen = {"projection": {"share": share, "peak_gb": 1.26}}
+        return {"tokens": count, "keep": 0.6, "seconds": 150.0, "peak_gb": 1.26, "phases": seen}
+
+    result = {"rows": [make_row(16384, 0.25), make_row(4096, 0.5)]}
+    assert read_table(phases.show_phases(result)) == [
+        ["phase", "of the seconds", "GB at most"],
+        ["projection", "25 %", "1.3"],
+    ]
+    assert phases.numbers(result) == {
+        "phases.tokens": "16,384",
+        "phases.keep": "0.6",
+        "phases.minutes": "2",
+        "phases.gigabytes": "1.3",
+    }
