@@ -20,7 +20,16 @@ from typing import NamedTuple
 
 from benchmarks import communication, gpu, models
 from benchmarks.comparison import layers
-from benchmarks.compression import dinov2, experts, heal, minilm, smollm2, tokens
+from benchmarks.compression import (
+    dinov2,
+    encoder_tokens,
+    experts,
+    heal,
+    minilm,
+    phases,
+    smollm2,
+    tokens,
+)
 from benchmarks.examples import EXAMPLES
 from benchmarks.harness.record import RESULTS, Row, read
 from benchmarks.harness.report import table
@@ -63,6 +72,8 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
     models.EXPERIMENT,
     smollm2.EXPERIMENT,
     tokens.EXPERIMENT,
+    phases.EXPERIMENT,
+    encoder_tokens.EXPERIMENT,
     heal.EXPERIMENT,
     dinov2.EXPERIMENT,
     experts.EXPERIMENT,

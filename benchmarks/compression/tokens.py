@@ -114,8 +114,8 @@ def observe(subject: Subject, tokens: int) -> tuple[peers.Seen, float]:
 # ---- a row ---------------------------------------------------------------------------------------
 
 
-def run(tokens: int, family: str, keep: float, **sizes: Any) -> Row:
-    """Compress SmolLM2 with that many tokens, and measure."""
+def run(tokens: int, family: str, keep: float, seed: int, **sizes: Any) -> Row:
+    """Compress SmolLM2 with that many tokens, and measure. Nothing is drawn by the seed."""
     return run_on(read(**sizes), tokens, family, keep)
 
 

@@ -16,7 +16,8 @@ from benchmarks.harness.experiment import combinations
 from structlin import LowRank, convert
 from tests.tables import read_table
 
-SIZES = {"model": "tiny", "context": 24, "windows": 3}
+SHAPE = {"model": "tiny", "context": 24, "windows": 3}
+SIZES = SHAPE | {"seed": 0}
 
 
 # ---- which rows there are ------------------------------------------------------------------------
@@ -122,7 +123,7 @@ def test_ranks_are_read_from_the_layers_that_are_not_dense():
 def test_windows_of_calibration_come_from_no_held_out_text():
     _, texts = smollm2.make_tiny()
     known = texts["known"]
-    batches = tokens.read(**SIZES).list_batches(96)
+    batches = tokens.read(**SHAPE).list_batches(96)
     assert [batch["input_ids"].shape for batch in batches] == [(1, 24)] * 4
     assert batches[0]["input_ids"][0].equal(known[:24])
     assert batches[-1]["input_ids"][0].equal(known[-24:])
