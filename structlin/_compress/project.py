@@ -248,8 +248,8 @@ class _Compressed:
     def go_through(self) -> None:
         """Project the layers that the calls reach, and refine the blocks, in the model's order."""
         layers_of = {module: block.layers for module, block in self.blocks.items()}
-        # what a compressed model does after its last layer, such as a head over a vocabulary, is
-        # not needed; where a layer is not in the order, nobody knows which is the last
+        # what a model does after its last layer, such as a head over a vocabulary, is not needed;
+        # where a layer is not in the order, nobody knows which is the last
         to_end = not all(module in self.replay.order for module in self.targets)
         walk = self.replay.walk(
             self.targets, self.replay.calls, both=True, to_end=to_end, blocks=layers_of

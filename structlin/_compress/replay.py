@@ -80,6 +80,10 @@ class Call:
         self.kwargs = {}
 
     @property
+    def has_labels(self) -> bool:
+        return any("label" in key for key in self.kwargs)
+
+    @property
     def layout(self) -> tuple[Any, ...]:
         """How many positions and which keywords the batch has."""
         return (len(self.args), *sorted(self.kwargs))
@@ -298,8 +302,8 @@ class Replay:
         Args:
             layers: where the runs stop. A layer that a call calls twice is visited twice.
             both: each call is made twice, side by side: densely, and with the caller's answers.
-            to_end: whether a compressed run goes on after it has been at each of the layers and
-                blocks. A dense one does: the model may refuse the batch only then.
+            to_end: whether a run goes on after it has been at each of the layers and blocks. The
+                dense one of a batch with labels does: a wrong label is found only then.
             blocks: modules at whose end the runs stop, after the last of these layers.
         """
         blocks = blocks or {}
@@ -321,7 +325,7 @@ class Replay:
                     replica = self.original.replicate()
                     activations = Activations(memory)
                     workers = max(1, MAX_WORKERS // count)
-                    goes_on = to_end or not is_compressed
+                    goes_on = to_end or (call.has_labels and not is_compressed)
                     run = Run(call, replica, layers, blocks, workers, activations, goes_on)
                     ends.append(run.cancel)  # before its thread starts
                     lane.append(run)
