@@ -22,6 +22,7 @@ from benchmarks import communication, gpu, models
 from benchmarks.comparison import layers
 from benchmarks.compression import (
     dinov2,
+    encoder_tokens,
     experts,
     heal,
     minilm,
@@ -72,6 +73,7 @@ SHOWN: list[Shown] = [  # in the order of their claims in docs/results.md
     smollm2.EXPERIMENT,
     tokens.EXPERIMENT,
     phases.EXPERIMENT,
+    encoder_tokens.EXPERIMENT,
     heal.EXPERIMENT,
     dinov2.EXPERIMENT,
     experts.EXPERIMENT,
