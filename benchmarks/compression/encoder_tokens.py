@@ -6,8 +6,8 @@ SmolLM2, of all-MiniLM-L6-v2.
     python -m benchmarks.compression.encoder_tokens --smoke # seconds: a tiny random encoder
 
 Paragraphs of Wikipedia calibrate, the same for every method, in batches of 32; fewer tokens are the
-first of more. The methods are those of the other page. What is measured is the cosine of a
-paragraph's vector, before and after: of 512 paragraphs of other articles, and of 512 of C4.
+first of more. The methods are those of that benchmark. 512 paragraphs of other articles and 512 of
+C4 measure: the cosine between the vectors of a paragraph before and after.
 """
 
 import random
@@ -18,8 +18,19 @@ from typing import Any
 from matplotlib.figure import Figure
 from torch import nn
 
-from benchmarks.compression import minilm, peers, smollm2, tokens
-from benchmarks.compression.tokens import PEER, SAME_RANKS, TEXTS, Subject
+from benchmarks.compression import minilm, peers, smollm2
+from benchmarks.compression.tokens import (
+    PEER,
+    SAME_RANKS,
+    SMOKE_TOKENS,
+    TEXTS,
+    TOKENS,
+    Subject,
+    list_counts,
+    list_lines,
+    name_count,
+    run_on,
+)
 from benchmarks.harness import report
 from benchmarks.harness.experiment import Experiment
 from benchmarks.harness.figures import curves
@@ -59,9 +70,9 @@ def read(model: str, paragraphs: int) -> Subject:
     texts = cut_sentences() if model == "tiny" else smollm2.read_texts()
     known = list_paragraphs(texts["known"])
 
-    def cut_batches(texts: list[str]) -> list[peers.Batch]:
-        texts = sorted(texts, key=len)  # so that little is padding
-        return [tokenize(texts[n : n + BATCH]) for n in range(0, len(texts), BATCH)]
+    def cut_batches(chosen: list[str]) -> list[peers.Batch]:
+        by_length = sorted(chosen, key=len)  # so that little is padding
+        return [tokenize(by_length[n : n + BATCH]) for n in range(0, len(by_length), BATCH)]
 
     def list_batches(tokens: int) -> list[peers.Batch]:
         """Batches of the first paragraphs that have so many tokens."""
@@ -90,10 +101,9 @@ def read(model: str, paragraphs: int) -> Subject:
     return Subject(model, encoder, minilm.PART, list_batches, measure)
 
 
-def run(family: str, keep: float, **sizes: Any) -> Row:
+def run(tokens: int, family: str, keep: float, **sizes: Any) -> Row:
     """Compress the encoder with that many tokens, and measure."""
-    count = sizes.pop("tokens")
-    return tokens.run_on(read(**sizes), count, family, keep)
+    return run_on(read(**sizes), tokens, family, keep)
 
 
 # ---- what is shown -------------------------------------------------------------------------------
@@ -106,8 +116,8 @@ def show_text(result: Row, text: str) -> str:
         return f"{row[f'cosine_{text}']:.3f} ± {row[f'reach_{text}']:.3f}"
 
     rows = result["rows"]
-    lines = tokens.list_lines(rows, cell_of)
-    return report.table([TEXTS[text], *tokens.name_counts(rows)], lines)
+    columns = [name_count(tokens) for tokens in list_counts(rows)]
+    return report.table([TEXTS[text], *columns], list_lines(rows, cell_of))
 
 
 def show_wiki(result: Row) -> str:
@@ -136,13 +146,13 @@ EXPERIMENT = Experiment(
     tables={"encoder tokens wiki": show_wiki, "encoder tokens c4": show_c4},
     run=run,
     axes={
-        "tokens": tokens.TOKENS,
+        "tokens": TOKENS,
         "family": [PEER, "low-rank", SAME_RANKS, "BTT"],
         "keep": [0.8, 0.6],
     },
     seeds=0,
     sizes={"model": minilm.PACKAGE, "paragraphs": 512},
-    smoke={"model": "tiny", "paragraphs": 64, "tokens": tokens.SMOKE_TOKENS},
+    smoke={"model": "tiny", "paragraphs": 64, "tokens": SMOKE_TOKENS},
     analyse=lambda rows: {},
     show=lambda result: [show_wiki(result), show_c4(result)],
     draw=draw,

@@ -5,9 +5,9 @@
     python -m benchmarks.compression.phases --smoke                 # seconds: a tiny random model
 
 One call of `compress` with low-rank matrices, on the windows of `benchmarks.compression.tokens`.
-Twenty times a second the stack of the thread that called it says which phase it is in. Memory is
-what the whole process holds at that time (VmRSS of Linux), and the model is among it. Where rows of
-several counts are run, the process has the memory of those before too.
+Twenty times a second the stack of the thread that called it says which phase it is in. What a run's
+own thread reads from the temporary file counts as runs. Memory is what the whole process holds at
+that time (VmRSS of Linux), and the model is among it.
 """
 
 import copy
@@ -33,7 +33,7 @@ INTERVAL = 0.05  # seconds between two looks
 STATUS = Path("/proc/self/status")
 OTHER = "other"
 
-# The function on the stack that says so, the innermost first, and the phase.
+# A function of structlin -> the phase that it is in. The innermost one on the stack counts.
 PHASES = {
     "_read": "the temporary file",
     "_write": "the temporary file",
@@ -62,13 +62,12 @@ class Samples:
         watched = threading.get_ident()
         is_over = threading.Event()
 
-        def look() -> None:
+        def look_again_and_again() -> None:
+            self.look(sys._current_frames()[watched])
             while not is_over.wait(INTERVAL):
-                phase = find_phase(sys._current_frames()[watched])
-                self.counts[phase] += 1
-                self.peaks[phase] = max(self.peaks[phase], read_memory())
+                self.look(sys._current_frames()[watched])
 
-        thread = threading.Thread(target=look)
+        thread = threading.Thread(target=look_again_and_again)
         thread.start()
         try:
             yield
@@ -76,13 +75,20 @@ class Samples:
             is_over.set()
             thread.join()
 
+    def look(self, frame: FrameType) -> None:
+        """Count the phase of this frame, and the memory that is held now."""
+        phase = find_phase(frame)
+        self.counts[phase] += 1
+        self.peaks[phase] = max(self.peaks[phase], read_memory())
+
     def summary(self) -> Row:
         """By phase, the most frequent first: its share of the seconds, and gigabytes."""
         looks = sum(self.counts.values())
-        return {
-            phase: {"share": count / looks, "peak_gb": self.peaks[phase] / 1e9}
-            for phase, count in sorted(self.counts.items(), key=lambda item: -item[1])
-        }
+        summary = {}
+        for phase in sorted(self.counts, key=self.counts.__getitem__, reverse=True):
+            share = self.counts[phase] / looks
+            summary[phase] = {"share": share, "peak_gb": self.peaks[phase] / 1e9}
+        return summary
 
 
 def find_phase(frame: FrameType | None) -> str:
@@ -107,7 +113,7 @@ def read_memory() -> int:
 
 def run(tokens: int, keep: float, **sizes: Any) -> Row:
     """Compress once: seconds, gigabytes, and the phases."""
-    subject = read(**sizes, windows=1)
+    subject = read(**sizes, windows=1)  # nothing is measured on windows
     batches = subject.list_batches(tokens)
     small = copy.deepcopy(subject.dense)
     samples = Samples()
@@ -131,18 +137,23 @@ def run(tokens: int, keep: float, **sizes: Any) -> Row:
     }
 
 
+def find_longest(result: Row) -> Row:
+    """The run with the most tokens."""
+    longest: Row = max(result["rows"], key=lambda row: row["tokens"])
+    return longest
+
+
 def show_phases(result: Row) -> str:
-    """A table of the phases of the run with the most tokens."""
-    longest = max(result["rows"], key=lambda row: row["tokens"])
+    """A table of the phases of the longest run."""
     lines = []
-    for phase, seen in longest["phases"].items():
+    for phase, seen in find_longest(result)["phases"].items():
         lines.append([phase, f"{100 * seen['share']:.0f} %", f"{seen['peak_gb']:.1f}"])
     return report.table(["phase", "of the seconds", "GB at most"], lines)
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """Of the run with the most tokens."""
-    longest = max(result["rows"], key=lambda row: row["tokens"])
+    """What the page says of the longest run."""
+    longest = find_longest(result)
     return {
         "phases.tokens": f"{longest['tokens']:,}",
         "phases.keep": f"{longest['keep']:g}",

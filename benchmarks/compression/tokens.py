@@ -61,7 +61,7 @@ class Subject:
     """A trained model, how it is calibrated, and how it is measured.
 
     Args:
-        name: of it and its windows, in the names of files.
+        name: what the names of its files begin with.
         dense: the model as it is.
         part: what the names of the layers begin with that are compressed.
         list_batches: a number of tokens -> batches of that many.
@@ -83,8 +83,8 @@ def read(model: str, context: int, windows: int) -> Subject:
     held_out = {name: smollm2.cut(texts[name], windows, context) for name in TEXTS}
 
     def list_batches(tokens: int) -> list[peers.Batch]:
-        windows = smollm2.cut(texts["known"], tokens // context, context)
-        return [{"input_ids": ids[None]} for ids in windows]
+        known = smollm2.cut(texts["known"], tokens // context, context)
+        return [{"input_ids": ids[None]} for ids in known]
 
     name = f"{model.replace(' ', '')}x{context}"
     return Subject(name, dense, smollm2.PART, list_batches, partial(measure, held_out))
@@ -120,6 +120,7 @@ def run(tokens: int, family: str, keep: float, seed: int, **sizes: Any) -> Row:
 
 
 def run_on(subject: Subject, tokens: int, family: str, keep: float) -> Row:
+    """Compress this model with that many tokens, and measure."""
     if family == "dense":
         return subject.measure(subject.dense) | {"cpu_seconds": 0.0}
     if family == PEER:
@@ -213,10 +214,19 @@ def show_text(result: Row, text: str) -> str:
     dense = select(rows, family="dense")
     if not dense:
         return f"Perplexity of {TEXTS[text]} by calibration tokens: not measured."
-    counts = sorted(values(rows, "tokens"))
+    counts = list_counts(rows)
     lines = [["dense", *[f"{dense[0][f'perplexity_{text}']:.1f}"] * len(counts)]]
     lines += list_lines(rows, lambda row: cell_of(row, dense[0], text))
-    return report.table([TEXTS[text], *name_counts(rows)], lines)
+    return report.table([TEXTS[text], *map(name_count, counts)], lines)
+
+
+def list_counts(rows: Sequence[Row]) -> list[int]:
+    """The numbers of tokens, ascending: a column for each."""
+    return sorted(values(rows, "tokens"))
+
+
+def name_count(tokens: int) -> str:
+    return f"{tokens:,} tokens"
 
 
 def list_lines(rows: Sequence[Row], cell_of: Callable[[Row], str]) -> list[list[str]]:
@@ -224,19 +234,15 @@ def list_lines(rows: Sequence[Row], cell_of: Callable[[Row], str]) -> list[list[
     lines = []
     for keep in (0.8, 0.6):
         for family in METHODS:
-            found = {row["tokens"]: row for row in select(rows, family=family, keep=keep)}
-            if found:
-                cells = [
-                    cell_of(found[tokens]) if tokens in found else "not measured"
-                    for tokens in sorted(values(rows, "tokens"))
-                ]
-                lines.append([f"{family}, keep {keep:g}", *cells])
+            row_of = {row["tokens"]: row for row in select(rows, family=family, keep=keep)}
+            if not row_of:
+                continue
+            cells = []
+            for tokens in list_counts(rows):
+                row = row_of.get(tokens)
+                cells.append("not measured" if row is None else cell_of(row))
+            lines.append([f"{family}, keep {keep:g}", *cells])
     return lines
-
-
-def name_counts(rows: Sequence[Row]) -> list[str]:
-    """The titles of their columns."""
-    return [f"{tokens:,} tokens" for tokens in sorted(values(rows, "tokens"))]
 
 
 def show_wiki(result: Row) -> str:

@@ -61,6 +61,7 @@ class Call:
     kwargs: dict[str, Any]
     masks: list[Tensor]  #: see `find_masks`
     seed: int = 0  #: of the random numbers that the model draws in it
+    has_loss: bool = False  #: whether the model formed a loss of labels when it was made last
 
     def make(self, model: nn.Module, *, input_gradients: bool = False) -> Any:
         """Make it again; the model gets a copy of the batch, and may change it.
@@ -71,17 +72,15 @@ class Call:
         if input_gradients:
             args, kwargs = tree_map(_require_gradient, (args, kwargs))
         options = call_options(model, name_arguments(model, args, kwargs))
-        with CheckNumbers(model):
-            return model(*args, **kwargs, **options)
+        with CheckNumbers(model) as check:
+            output = model(*args, **kwargs, **options)
+        self.has_loss = check.has_loss
+        return output
 
     def forget_batch(self) -> None:
         """It is not made again; its masks stay."""
         self.args = ()
         self.kwargs = {}
-
-    @property
-    def has_labels(self) -> bool:
-        return any("label" in key for key in self.kwargs)
 
     @property
     def layout(self) -> tuple[Any, ...]:
@@ -245,6 +244,7 @@ class Replay:
     order: Sequence[nn.Module] = ()  #: the layers that a call reaches, as the model arrives at them
     repeated: Collection[nn.Module] = ()  #: layers that one call calls more than once
     biases: Mapping[nn.Module, nn.Parameter] = field(default_factory=dict)  #: of one layer alone
+    has_loss: bool = False  #: whether the model forms a loss of labels
     original: Replica = None  # type: ignore[assignment]  #: of the model before all runs, which have replicas of this one
     memory: float | None = None  #: gigabytes of runs that wait, see `Memory`
 
@@ -302,8 +302,8 @@ class Replay:
         Args:
             layers: where the runs stop. A layer that a call calls twice is visited twice.
             both: each call is made twice, side by side: densely, and with the caller's answers.
-            to_end: whether a run goes on after it has been at each of the layers and blocks. The
-                dense one of a batch with labels does: a wrong label is found only then.
+            to_end: whether a run goes on after it has been at each of the layers and blocks. A
+                dense one always does if the model forms a loss: it finds a wrong label only then.
             blocks: modules at whose end the runs stop, after the last of these layers.
         """
         blocks = blocks or {}
@@ -325,7 +325,7 @@ class Replay:
                     replica = self.original.replicate()
                     activations = Activations(memory)
                     workers = max(1, MAX_WORKERS // count)
-                    goes_on = to_end or (call.has_labels and not is_compressed)
+                    goes_on = to_end or (self.has_loss and not is_compressed)
                     run = Run(call, replica, layers, blocks, workers, activations, goes_on)
                     ends.append(run.cancel)  # before its thread starts
                     lane.append(run)
@@ -451,7 +451,13 @@ def observe(
         bias = layer._parameters.get("bias")
         if bias is not None and id(bias) not in shared:
             biases[layer] = bias
-    return replace(replay, order=_merge_orders(orders), repeated=repeated, biases=biases)
+    return replace(
+        replay,
+        order=_merge_orders(orders),
+        repeated=repeated,
+        biases=biases,
+        has_loss=any(call.has_loss for call in replay.few),
+    )
 
 
 def find_shared(model: nn.Module) -> set[int]:
@@ -688,6 +694,7 @@ class CheckNumbers(TorchFunctionMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
+        self.has_loss = False  # whether one was formed
         self._names: dict[int, str] = {}  # of embeddings, by the id of their weight
         for name, module in model.named_modules():
             if isinstance(module, nn.Embedding):
@@ -701,6 +708,7 @@ class CheckNumbers(TorchFunctionMode):
             why = "the batches come from another tokenizer, or are too long"
             _require_below(len(weight), ids, f"id {{}} is outside of the {of}: {why}")
         elif func in (F.cross_entropy, F.nll_loss) and not torch.compiler.is_compiling():
+            self.has_loss = True
             logits, labels = args[:2]  # (classes,) or (rows, classes, ...)
             classes = logits.shape[min(1, logits.ndim - 1)]
             ignored = kwargs.get("ignore_index", -100)

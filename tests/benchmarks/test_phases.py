@@ -1,7 +1,7 @@
 """benchmarks/compression/phases.py: what a look at the stack says, and what is shown."""
 
 import sys
-import time
+import threading
 
 import pytest
 import torch
@@ -42,21 +42,27 @@ def test_the_innermost_function_says_the_phase_and_only_structlins_do():
     assert phases.find_phase(scope["observe"](lambda: sys._getframe(0))) == phases.OTHER
 
 
-def test_samples_have_the_shares_of_time_and_the_most_memory(monkeypatch):
-    scope = {"__name__": "structlin.part", "wait": time.sleep}
-    exec("def project(): wait(.6)\ndef resume(): wait(.2)", scope)
-    sizes = iter(range(1, 1000))
-    monkeypatch.setattr(phases, "read_memory", lambda: next(sizes) * 10**9)
+def test_samples_have_the_shares_of_looks_and_the_most_memory(monkeypatch):
+    scope = {"__name__": "structlin.part"}
+    exec("def project(look): return look()\ndef resume(look): return look()", scope)
     samples = phases.Samples()
+    for name, gigabytes in [("resume", 3), ("project", 1), ("resume", 2), ("resume", 1)]:
+        monkeypatch.setattr(phases, "read_memory", lambda held=gigabytes: held * 10**9)
+        samples.look(scope[name](lambda: sys._getframe(0)))
+    assert [*samples.summary().items()] == [
+        ("runs of both models", {"share": 0.75, "peak_gb": 3.0}),
+        ("projection", {"share": 0.25, "peak_gb": 1.0}),
+    ]
+
+
+def test_the_calling_thread_is_looked_at_at_once_and_until_the_end():
+    samples = phases.Samples()
+    threads = threading.active_count()
     with samples.take():
-        scope["project"]()
-        scope["resume"]()
-    summary = samples.summary()
-    assert [*summary][:2] == ["projection", "runs of both models"]
-    assert sum(phase["share"] for phase in summary.values()) == pytest.approx(1)
-    assert summary["projection"]["share"] > 0.5
-    looks = sum(samples.counts.values())
-    assert summary["runs of both models"]["peak_gb"] == looks  # the last look is the largest
+        assert threading.active_count() == threads + 1
+    assert threading.active_count() == threads
+    assert samples.counts == {phases.OTHER: sum(samples.counts.values())}
+    assert samples.counts
 
 
 @pytest.mark.skipif(not phases.STATUS.exists(), reason="Linux alone says so")

@@ -388,6 +388,15 @@ def test_a_label_out_of_range_is_named_before_anything_is_changed(wrong, message
     assert snapshot(model) == before
 
 
+def test_a_wrong_label_is_named_whatever_its_argument_is_called():
+    torch.manual_seed(0)
+    model = Classifier(nn.Linear(6, 8), nn.Linear(8, 5))
+    batches = [(torch.randn(2, 9, 6), torch.randint(5, (2, 9))) for _ in range(16)]
+    batches[1][1][1, 3] = 5  # the first pass does not run this batch
+    with pytest.raises(ValueError, match="batches: the label 5 is outside of the loss"):
+        compress(model, LowRank(rank=2), batches, keep=None, include="*")
+
+
 def test_a_bar_says_which_layer_is_being_done_if_it_is_asked_for(capsys):
     model, x = linears(16, 16, 16), correlated(20, 16)
     plan_plainly(model, LowRank(rank=2), [x])
