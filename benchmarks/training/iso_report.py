@@ -389,17 +389,18 @@ def numbers(result: Row) -> dict[str, str]:
 
 
 def numbers_of_weight_norm(result: Row) -> dict[str, str]:
-    """By how much weight normalisation changes dense's loss by AdamW on characters, as
-    "iso.norm_1e12"; and how far BTT without it, or without SiLU, is from the better dense kind."""
+    """By how much weight normalisation changes dense's loss on characters, as
+    "iso.norm_AdamW_1e12"; and how far BTT by AdamW without it, or without SiLU, is from the better
+    dense kind."""
     texts = {}
-    place = {"setup": "Python", "optimizer": "AdamW"}
-    for row in select(result["table"], kind=NORMALISED, **place):
-        budget = row["budget"]
-        for plain in select(result["table"], kind="dense", budget=budget, **place):
+    for row in select(result["table"], setup="Python", kind=NORMALISED):
+        same = {name: row[name] for name in CELL if name != "kind"}
+        for plain in select(result["table"], kind="dense", **same):
             pairs = zip(row["losses"], plain["losses"], strict=False)
             above = [100 * (loss / other - 1) for loss, other in pairs]
-            texts[f"iso.norm_{name_flops(budget)}"] = in_words(above)
-    for row in select(compare(result["table"]), **place):
+            name = f"iso.norm_{row['optimizer']}_{name_flops(row['budget'])}"
+            texts[name] = in_words(above)
+    for row in select(compare(result["table"]), setup="Python", optimizer="AdamW"):
         if row["kind"] in CONTROLS:
             name = f"iso.{CONTROLS[row['kind']]}_{name_flops(row['budget'])}"
             texts[name] = in_words(row["above"])

@@ -87,6 +87,17 @@ def test_the_gains_are_means_of_seeds_by_optimizer_and_budget():
     assert line.split("|")[1:-1] == [" AdamW ", *[" +1.0 % "] * 4]
 
 
+def test_what_weight_normalisation_does_for_dense_is_said_by_optimizer():
+    plain = dict(zip(BUDGETS, (2.0, 1.9, 1.8, 1.7), strict=True))
+    curves = {"dense": plain.get, "dense, weight norm": lambda budget: 0.98 * plain[budget]}
+    soap = [row | {"optimizer": "SOAP"} for row in make_table({"dense": plain.get})]
+    soap += [row | {"kind": "dense, weight norm"} for row in soap if row["budget"] == 1e12]
+    texts = iso_report.numbers_of_weight_norm({"table": make_table(curves) + soap})
+    assert texts["iso.norm_AdamW_5e12"] == "2.0 % lower"
+    assert texts["iso.norm_SOAP_1e12"] == "0.0 % higher"
+    assert "iso.norm_SOAP_5e12" not in texts
+
+
 # ---- mixtures ------------------------------------------------------------------------------------
 
 
