@@ -116,8 +116,9 @@ def show_text(result: Row, text: str) -> str:
         return f"{row[f'cosine_{text}']:.3f} ± {row[f'reach_{text}']:.3f}"
 
     rows = result["rows"]
-    columns = [name_count(tokens) for tokens in list_counts(rows)]
-    return report.table([TEXTS[text], *columns], list_lines(rows, cell_of))
+    counts = list_counts(rows)
+    columns = [name_count(tokens) for tokens in counts]
+    return report.table([TEXTS[text], *columns], list_lines(rows, cell_of, counts))
 
 
 def show_wiki(result: Row) -> str:

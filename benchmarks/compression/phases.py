@@ -148,7 +148,7 @@ def show_phases(result: Row) -> str:
     lines = []
     for phase, seen in find_longest(result)["phases"].items():
         lines.append([phase, f"{100 * seen['share']:.0f} %", f"{seen['peak_gb']:.1f}"])
-    return report.table(["phase", "of the seconds", "GB at most"], lines)
+    return report.table(["phase", "share of the time", "memory of the process at most, GB"], lines)
 
 
 def numbers(result: Row) -> dict[str, str]:

@@ -70,6 +70,7 @@ TEXTS = {"wiki": "Wikipedia", "c4": "C4"}
 JUDGED_APART = 4  # of the windows of C4 each fourth has the divergence from dense
 CANDIDATES = 4
 RUINED = 1e4  # a perplexity whose order alone says something
+RUINED_EXCESS = 100.0  # times SVD-LLM's
 PAIRS = ((" is", " are"), (" was", " were"))
 
 
@@ -439,24 +440,19 @@ FIGURES = {
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """The excess perplexity of each of our rows, and of SVD-LLM with the ranks of `compress`, over
-    SVD-LLM's; what was measured."""
-    texts: dict[str, list[str]] = {"calibrated": [], "healed": [], SAME_RANKS: []}
-    for keep, excess in sorted(result.get("excess", {}).items(), reverse=True):
-        for name, ratio in excess.items():
-            way = name if name == SAME_RANKS else name.rpartition(", ")[2]
-            if way in texts:
-                shown = report.number(ratio)
-                method = name.removesuffix(f", {way}")
-                words = f"{shown} at {keep}"
-                texts[way].append(words if name == SAME_RANKS else f"{words} ({method})")
-    dense = select(result["rows"], way="dense")
+    """How much was measured; the perplexity of Wikipedia and the last words of dense and of
+    low-rank at each size."""
+    rows = result["rows"]
+    dense = select(rows, way="dense")
     counts = {task: f"{len(dense[0]['tasks'][task]):,}" if dense else "-" for task in TASKS}
+    texts = {}
+    for row in [*dense, *select(rows, method=HEALED, way="calibrated")]:
+        keep = f"{row['keep']:g}"
+        texts[f"smollm2.wiki_{keep}"] = f"{row['perplexity_wiki']:.1f}"
+        right = row["tasks"]["last word"]
+        texts[f"smollm2.last_word_{keep}"] = f"{100 * right.count('1') / len(right):.0f}"
     setting = result["setting"]
-    return {
-        "smollm2.excess": "; ".join(texts["calibrated"]) or "not measured",
-        "smollm2.healed": "; ".join(texts["healed"]) or "not measured",
-        "smollm2.same_ranks": "; ".join(texts[SAME_RANKS]) or "not measured",
+    return texts | {
         "smollm2.calibration": f"{setting['calibration'] * setting['context']:,}",
         "smollm2.healing": f"{setting['heal_steps'] * setting['context']:,}",
         "smollm2.windows": str(setting["windows"]),
@@ -464,6 +460,19 @@ def numbers(result: Row) -> dict[str, str]:
         "smollm2.candidates": counts["candidates"],
         "smollm2.agreement": counts["agreement"],
     }
+
+
+def show_excess(result: Row) -> str:
+    """Excess perplexity on C4 over SVD-LLM's: a line for each method, a column for each size.
+
+    Methods that ruin the model are left out, as is int8 after another method.
+    """
+    cells = {}
+    for keep, excess in sorted(result.get("excess", {}).items(), reverse=True):
+        for name, ratio in excess.items():
+            if name != REFERENCE and not name.endswith("int8") and ratio["value"] < RUINED_EXCESS:
+                cells[name, f"keep {keep}"] = report.number(ratio)
+    return report.pivot(cells)
 
 
 def markdown(result: Row, keep: float) -> str:
@@ -532,6 +541,7 @@ EXPERIMENT = Experiment(
     tables={
         "language model keep 80": partial(markdown, keep=0.8),
         "language model keep 60": partial(markdown, keep=0.6),
+        "language model excess": show_excess,
     },
     run=run,
     axes={

@@ -50,6 +50,7 @@ TEXTS = {"wiki": "Wikipedia", "c4": "C4"}
 MEMORY = 2.0  # gigabytes of activations that `compress` holds
 TOKENS = [4096, 16384, 65536, 262144]
 SMOKE_TOKENS = [96, 192]
+NOT_MEASURED = "not measured"
 CHOSEN_RANKS = Path("out") / "tokens"  # a file for each low-rank model
 
 
@@ -216,8 +217,12 @@ def show_text(result: Row, text: str) -> str:
         return f"Perplexity of {TEXTS[text]} by calibration tokens: not measured."
     counts = list_counts(rows)
     lines = [["dense", *[f"{dense[0][f'perplexity_{text}']:.1f}"] * len(counts)]]
-    lines += list_lines(rows, lambda row: cell_of(row, dense[0], text))
+    lines += list_lines(rows, lambda row: cell_of(row, dense[0], text), counts)
     return report.table([TEXTS[text], *map(name_count, counts)], lines)
+
+
+def is_measured(cell: str) -> bool:
+    return cell not in (NOT_MEASURED, "-")
 
 
 def list_counts(rows: Sequence[Row]) -> list[int]:
@@ -229,7 +234,9 @@ def name_count(tokens: int) -> str:
     return f"{tokens:,} tokens"
 
 
-def list_lines(rows: Sequence[Row], cell_of: Callable[[Row], str]) -> list[list[str]]:
+def list_lines(
+    rows: Sequence[Row], cell_of: Callable[[Row], str], counts: Sequence[int]
+) -> list[list[str]]:
     """A line for each method and share that was run, a cell for each number of tokens."""
     lines = []
     for keep in (0.8, 0.6):
@@ -238,9 +245,9 @@ def list_lines(rows: Sequence[Row], cell_of: Callable[[Row], str]) -> list[list[
             if not row_of:
                 continue
             cells = []
-            for tokens in list_counts(rows):
+            for tokens in counts:
                 row = row_of.get(tokens)
-                cells.append("not measured" if row is None else cell_of(row))
+                cells.append(NOT_MEASURED if row is None else cell_of(row))
             lines.append([f"{family}, keep {keep:g}", *cells])
     return lines
 
@@ -253,17 +260,34 @@ def show_c4(result: Row) -> str:
     return show_text(result, "c4")
 
 
+def show_gain(result: Row) -> str:
+    """Perplexity on Wikipedia over that of the same method with a quarter of the tokens."""
+    rows = result["rows"]
+
+    def cell_of(row: Row) -> str:
+        place = {"family": row["family"], "keep": row["keep"]}
+        for fewer in select(rows, tokens=row["tokens"] // 4, **place):
+            return report.factor(differences(row["nats_wiki"], fewer["nats_wiki"]))
+        return "-"
+
+    counts = list_counts(rows)[1:]
+    lines = [line for line in list_lines(rows, cell_of, counts) if any(map(is_measured, line[1:]))]
+    return report.table(["Wikipedia", *map(name_count, counts)], lines)
+
+
 def numbers(result: Row) -> dict[str, str]:
-    """The most tokens on which `compress` was run for low-rank, and its minutes; the seconds in
-    bfloat16 over those in float32, on the fewest tokens."""
-    rows = select(result["rows"], family="low-rank", keep=0.8)
+    """The fewest and the most tokens on which `compress` was run for low-rank, and the minutes that
+    each share took; the seconds in bfloat16 over those in float32, on the fewest tokens."""
+    rows = select(result["rows"], family="low-rank")
     if not rows:
         return {}
-    longest = max(rows, key=lambda row: row["tokens"])
-    minutes = f"{longest['cpu_seconds'] / 60:.0f}"
-    found = {"tokens.most": f"{longest['tokens']:,}", "tokens.minutes": minutes}
+    found = {}
+    for end, tokens in (("least", list_counts(rows)[0]), ("most", list_counts(rows)[-1])):
+        found[f"tokens.{end}"] = f"{tokens:,}"
+        for row in select(rows, tokens=tokens):
+            found[f"tokens.{end}_minutes_{row['keep']:g}"] = f"{row['cpu_seconds'] / 60:.0f}"
     for row in select(result["rows"], family=BFLOAT16, keep=0.8, tokens=TOKENS[0]):
-        precise = select(rows, tokens=TOKENS[0])[0]
+        precise = select(rows, keep=0.8, tokens=TOKENS[0])[0]
         found["tokens.bfloat16_seconds"] = f"{row['cpu_seconds'] / precise['cpu_seconds']:.2f}"
     return found
 
@@ -303,7 +327,7 @@ EXPERIMENT = Experiment(
     name="tokens",
     about=__doc__,
     numbers=numbers,
-    tables={"tokens wiki": show_wiki, "tokens c4": show_c4},
+    tables={"tokens wiki": show_wiki, "tokens c4": show_c4, "tokens gain": show_gain},
     run=run,
     axes={
         "tokens": TOKENS,

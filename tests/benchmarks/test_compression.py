@@ -578,11 +578,10 @@ def test_excess_is_shown_of_each_size_against_svd_llm_of_that_size():
 def test_the_pages_numbers_are_those_of_the_rows():
     numbers = smollm2.numbers(RESULT | smollm2.analyse(RESULT["rows"]))
     assert numbers == {
-        "smollm2.excess": (
-            "0.50 (0.50 to 0.50) at 0.8 (low-rank); 0.75 (0.75 to 0.75) at 0.6 (BTT)"
-        ),
-        "smollm2.healed": "0.25 (0.25 to 0.25) at 0.8 (low-rank)",
-        "smollm2.same_ranks": "0.70 (0.70 to 0.70) at 0.8",
+        "smollm2.wiki_1": "10.0",
+        "smollm2.last_word_1": "50",
+        "smollm2.wiki_0.8": "20.0",
+        "smollm2.last_word_0.8": "50",
         "smollm2.calibration": "16,384",
         "smollm2.healing": "32,768",
         "smollm2.windows": "4",
@@ -590,6 +589,19 @@ def test_the_pages_numbers_are_those_of_the_rows():
         "smollm2.candidates": "4",
         "smollm2.agreement": "4",
     }
+
+
+def test_the_table_of_excess_leaves_out_the_reference_int8_and_ruined_models():
+    rows = [*RESULT["rows"], make_row("ASVD", 0.8, "peer", 2e5)]
+    rows.append(make_row("low-rank", 0.8, "int8", 21.0))
+    assert read_table(smollm2.show_excess(smollm2.analyse(rows))) == [
+        ["", "keep 0.8", "keep 0.6"],
+        ["SVD", "2.00 (2.00 to 2.00)", "-"],
+        ["SVD-LLM, ranks of low-rank", "0.70 (0.70 to 0.70)", "-"],
+        ["low-rank, calibrated", "0.50 (0.50 to 0.50)", "-"],
+        ["low-rank, healed", "0.25 (0.25 to 0.25)", "-"],
+        ["BTT, calibrated", "-", "0.75 (0.75 to 0.75)"],
+    ]
 
 
 def test_a_line_has_perplexities_accuracies_megabytes_and_seconds():

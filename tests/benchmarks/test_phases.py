@@ -80,7 +80,7 @@ def test_a_page_has_the_phases_of_the_run_with_the_most_tokens():
 
     result = {"rows": [make_row(16384, 0.25), make_row(4096, 0.5)]}
     assert read_table(phases.show_phases(result)) == [
-        ["phase", "of the seconds", "GB at most"],
+        ["phase", "share of the time", "memory of the process at most, GB"],
         ["projection", "25 %", "1.3"],
     ]
     assert phases.numbers(result) == {

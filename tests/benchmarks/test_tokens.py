@@ -221,9 +221,11 @@ def make_row(family, keep, count, perplexity, nats):
     return {"family": family, "keep": keep, "tokens": count, **texts}
 
 
-def test_the_sentence_has_the_minutes_of_low_rank_on_the_most_tokens():
+def test_the_sentences_have_the_minutes_of_low_rank_on_the_fewest_and_on_the_most_tokens():
     rows = []
     for family, keep, number, seconds in [
+        ("BTT", 0.8, 1024, 30.0),
+        ("low-rank", 0.8, 4096, 300.0),
         ("low-rank", 0.8, 16384, 600.0),
         ("low-rank", 0.8, 262144, 3600.0),
         ("low-rank", 0.6, 262144, 60.0),
@@ -231,8 +233,29 @@ def test_the_sentence_has_the_minutes_of_low_rank_on_the_most_tokens():
     ]:
         rows.append(make_row(family, keep, number, 10.0, [1.0]) | {"cpu_seconds": seconds})
     assert tokens.numbers({"rows": []}) == {}
-    expected = {"tokens.most": "262,144", "tokens.minutes": "60"}
+    expected = {
+        "tokens.least": "4,096",
+        "tokens.least_minutes_0.8": "5",
+        "tokens.most": "262,144",
+        "tokens.most_minutes_0.8": "60",
+        "tokens.most_minutes_0.6": "1",
+    }
     assert tokens.numbers({"rows": rows}) == expected
+
+
+def test_the_table_of_gain_has_each_count_over_a_quarter_of_it():
+    rows = [
+        make_row("dense", 1.0, 4096, 9.96, [1.0, 2.0]),
+        make_row("low-rank", 0.8, 4096, 20.0, [2.0, 3.0]),
+        make_row("low-rank", 0.8, 16384, 10.0, [2.0 - math.log(2), 3.0 - math.log(2)]),
+        make_row("low-rank", 0.6, 16384, 10.0, [1.0, 1.0]),  # no quarter
+        make_row("BTT", 0.8, 65536, 10.0, [1.0, 1.0]),  # nor here
+        make_row("SVD-LLM", 0.8, 4096, 10.0, [1.0, 1.0]),
+    ]
+    assert read_table(tokens.show_gain({"rows": rows})) == [
+        ["Wikipedia", "16,384 tokens", "65,536 tokens"],
+        ["low-rank, keep 0.8", "0.50 (0.50 to 0.50)", "not measured"],
+    ]
 
 
 def test_a_page_has_a_line_for_each_method_and_share_that_was_run_and_a_column_for_each_count():
