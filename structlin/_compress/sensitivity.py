@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,14 @@ from .padding import select_rows
 from .progress import Bar
 from .replay import Call, CheckNumbers, Replay
 
-Covariances = Generator[tuple[Layer, Tensor | None], None, None]  # layer by layer
+
+class Inputs(NamedTuple):
+    """What the inputs of a layer are like. Without any that varies it has no covariance."""
+
+    layer: Layer
+    mean: Tensor | None  #: (features,); None: no input reaches it
+    covariance: Tensor | None  #: (features, features)
+
 
 # "divergence", "outputs", or a number of what the model returns; None: see `compress`
 Loss = str | Callable[[Any], Tensor] | None
@@ -35,14 +42,11 @@ _REFUSED = "allocation='error' is needed: 'sensitivity' takes gradients, but the
 
 
 @torch.no_grad()
-def measure_covariances(
+def list_inputs(
     replay: Replay, layers: Sequence[Layer], *, progress: bool | None = None
-) -> Covariances:
-    """Each layer with the covariance of its inputs in a few of the calls of the dense model, in the
-    model's order. One covariance is held at a time, but of the layers that a call calls twice.
-
-    A layer that no input reaches, or none that varies, has none.
-    """
+) -> Generator[Inputs, None, None]:
+    """The inputs of each layer in a few of the calls of the dense model, in the model's order. One
+    covariance is held at a time, but of the layers that a call calls twice."""
     layer_of = {layer.module: layer for layer in layers}
     repeated = [layer_of[module] for module in layer_of if module in replay.repeated]
     moments_of_repeated = measure_inputs(replay, repeated, replay.few)
@@ -54,11 +58,12 @@ def measure_covariances(
     measured: set[nn.Module] = set()
     with Bar("measure", len(layers), progress) as bar:
 
-        def show(module: nn.Module, moments: Moments | None) -> tuple[Layer, Tensor | None]:
+        def show(module: nn.Module, moments: Moments | None) -> Inputs:
             bar.show(layer_of[module].name)
             bar.advance()
             measured.add(module)
-            return layer_of[module], _take_covariance(moments)
+            mean = moments.mean_z if moments is not None and moments.count else None
+            return Inputs(layer_of[module], mean, _take_covariance(moments))
 
         for module, moments in moments_of_repeated.items():
             yield show(module, moments)

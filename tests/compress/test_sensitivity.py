@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from structlin import LowRank, compress, plan_compression
 from structlin._compress.replay import observe
-from structlin._compress.sensitivity import measure_covariances, measure_sensitivities
+from structlin._compress.sensitivity import list_inputs, measure_sensitivities
 from structlin._model.linears import linear_layers
 from tests.models import snapshot
 
@@ -309,7 +309,7 @@ def test_each_layers_covariance_is_that_of_its_inputs_in_the_dense_model():
     batches = [torch.randn(10, 4).double() for _ in range(2)]
     layers = linear_layers(model)
     replay = observe(model, linear_modules(model), batches)
-    found = {layer.name: each for layer, each in measure_covariances(replay, layers)}
+    found = {layer.name: covariance for layer, _, covariance in list_inputs(replay, layers)}
     first, second = found["0"], found["1"]
     x = torch.cat(batches)
     torch.testing.assert_close(first, x.mT @ x / 20)

@@ -506,6 +506,47 @@ def test_where_tanh_bounds_what_errors_do_the_choice_is_nearer_the_best(seed, ra
     assert own < plain
 
 
+class Residual(nn.Module):
+    """Blocks with biases, of two layers each."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16)) for _ in range(3)
+        )
+
+    def forward(self, x, attention_mask=None):
+        for block in self.blocks:
+            x = x + block(x)
+        return x if attention_mask is None else x * attention_mask[..., None]
+
+
+def find_ratios(ratios, model, batches):
+    ratios.clear()
+    plan_compression(model, LowRank(rank=1), batches, keep=0.5, include="*", progress=False)
+    return [ratio for own in ratios for ratio in own]
+
+
+def test_rows_that_come_one_by_one_have_the_harm_of_rows_that_come_together(ratios):
+    torch.manual_seed(0)
+    model, x = Residual(), 2 + torch.randn(8, 16)
+    together = find_ratios(ratios, model, [x])
+    apart = find_ratios(ratios, model, x.split(1))
+    assert all(0.5 < a / b < 2 for a, b in zip(apart, together, strict=True))  # of random signs
+    assert find_ratios(ratios, model, list(x)) == apart  # vectors
+
+
+@pytest.mark.parametrize("padding", [100.0, math.nan])
+def test_padding_changes_no_measured_harm(ratios, padding):
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(4, 8, 16)
+    plain = find_ratios(ratios, model, [{"x": x, "attention_mask": torch.ones(4, 8)}])
+    mask = torch.cat([torch.ones(4, 8), torch.zeros(4, 24)], 1)
+    padded = torch.cat([x, torch.full((4, 24, 16), padding)], 1)
+    found = find_ratios(ratios, model, [{"x": padded, "attention_mask": mask}])
+    assert found == pytest.approx(plain, rel=1e-3)
+
+
 def test_where_outputs_with_errors_are_not_finite_the_prediction_stands(ratios, monkeypatch):
     torch.manual_seed(0)
     monkeypatch.setattr(sizes, "measure_change", lambda *_: next(harms))
