@@ -40,7 +40,7 @@ from .memory import Memory
 from .moments import Moments, measure_inputs
 from .padding import select_rows
 from .progress import Bar
-from .refine import Example, refine
+from .refine import Example, NotRefinedError, refine
 from .replay import Replay, Visit, Wait, find_shared, take_input
 from .sizes import Weights
 
@@ -386,14 +386,13 @@ class _Compressed:
         self.bar.show(f"refine {block.name}")
         structured = {layer: self.structured[layer] for layer in block.layers}
         shared = find_shared(self.replay.model)
-        outcome = refine(visit.module, structured, examples, steps=self.refine_steps, shared=shared)
-        if outcome is None:
-            warn(
-                f"compress: block {block.name!r} does not give the same output again: it is not "
-                "refined"
+        try:
+            refined, outputs = refine(
+                visit.module, structured, examples, steps=self.refine_steps, shared=shared
             )
+        except NotRefinedError as reason:
+            warn(f"compress: block {block.name!r} is not refined: {reason}")
             return
-        refined, outputs = outcome
         self.refined[block.name] = refined
         for example, new_output in zip(examples, outputs, strict=True):
             example.stop.output = new_output

@@ -25,11 +25,19 @@ from ..scaling import lr_mult
 from .memory import Memory
 from .padding import select_rows
 from .replay import Call, CheckNumbers, Stop
+from .replica import Copier, NoCopyError
 
 # A dense weight's; each core has its own (`lr_mult`). By trial: 32 steps on the first low-rank
 # block of all-MiniLM-L6-v2 lower its error from 0.161 to 0.155 at 5e-4, and raise it at 2e-3.
 LR = 5e-4
 BETAS = 0.9, 0.99
+
+ANOTHER_OUTPUT = "it does not give the same output again"
+
+
+class NotRefinedError(Exception):
+    """Why a block cannot be refined, as the end of a sentence."""
+
 
 Vectors = Sequence[tuple[nn.Module, str, nn.Parameter]]  # of modules in the block: name, copy
 
@@ -54,14 +62,18 @@ class Example:
         activations.settle()
 
     def output(self, new: Mapping[nn.Module, StructuredLinear], vectors: Vectors = ()) -> Any:
-        """The block's output again, with these layers and vectors."""
+        """The block's output again, with these layers and vectors.
+
+        It gets a copy of its inputs: it may write into them, and others may read them later.
+        """
         replica = self.stop.run.replica.replicate(self.stop.module)
         for layer, structured in new.items():
             vars(replica[layer])["forward"] = structured.forward
         for module, name, vector in vectors:
             replica[module]._parameters[name] = vector
+        args, kwargs = Copier().copy((self.stop.args, self.stop.kwargs))
         with CheckNumbers(replica.model):
-            return replica.copy(self.stop.forward)(*self.stop.args, **self.stop.kwargs)
+            return replica.copy(self.stop.forward)(*args, **kwargs)
 
 
 def refine(
@@ -71,7 +83,7 @@ def refine(
     *,
     steps: int,
     shared: Collection[int] = (),
-) -> tuple[Refined, Sequence[Any]] | None:
+) -> tuple[Refined, Sequence[Any]]:
     """Fit the new layers of a block, in place, and copies of vectors of its other modules.
 
     One step for each example in turn, in random order, with a rate that falls to zero as a cosine.
@@ -83,30 +95,35 @@ def refine(
         shared: `id` of the parameters that several modules of the model have: they stay.
 
     Returns:
-        What was made of the block, and its outputs for the examples. None if it cannot be refined:
-        its outputs have no token, or it does not make the same one again.
+        What was made of the block, and its outputs for the examples.
+
+    Raises:
+        NotRefinedError: its outputs have no token; its inputs have no copy, or it does not make the
+            same output of them again; torch cannot take its gradient.
     """
     _require_gradients(not examples[0].made.is_inference(), steps)
     examples_with_tokens = [example for example in examples if example.goal.numel()]
     if not examples_with_tokens:
-        return None
+        raise NotRefinedError("its outputs have no token")
     with examples_with_tokens[0].present():
-        if not _repeats_itself(examples_with_tokens[0], new):
-            return None
+        _require_same_output(examples_with_tokens[0], new)
     vectors = _copy_vectors(block, new, shared)
     parameters = _list_parameters(new, vectors, shared)
     values_before = [parameter.detach().clone() for parameter in parameters]
     outputs_before = [example.stop.output for example in examples]
     error_before = _measure(examples, outputs_before)
     for rate in (LR, LR / 4):
-        _descend(new, vectors, parameters, examples_with_tokens, steps, rate)
+        try:
+            _descend(new, vectors, parameters, examples_with_tokens, steps, rate)
+        except NotRefinedError:
+            _set_values(parameters, values_before)
+            raise
         outputs = [_run_again(example, new, vectors) for example in examples]
         error = _measure(examples, outputs)
         if error < error_before:
             changed = [NewVector(module, name, vector.detach()) for module, name, vector in vectors]
             return Refined(error_before, error, changed), outputs
-        for parameter, values in zip(parameters, values_before, strict=True):
-            parameter.data.copy_(values)
+        _set_values(parameters, values_before)
     return Refined(error_before, error_before), outputs_before
 
 
@@ -178,36 +195,62 @@ def _descend(
     )
     generator = torch.Generator().manual_seed(0)
     order: list[int] = []  # of the examples that this pass has left
-    for parameter in parameters:
-        parameter.requires_grad_()
-
     for step in range(steps):
         if not order:
             order = torch.randperm(len(examples), generator=generator).tolist()
         example = examples[order.pop()]
-        with example.present(), torch.enable_grad():
+        with example.present(), _with_gradients(parameters):
             loss = _gap(example, example.output(new, vectors)).square().mean()
             _require_gradients(loss.requires_grad, steps)
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+            gradients = _differentiate(loss, parameters)
         if step == 0 and not all(g.isfinite().all() for g in gradients if g is not None):
             raise ValueError(f"refine={steps}: a block has gradients that are not finite")
         for master, gradient in zip(masters, gradients, strict=True):
             master.grad = None if gradient is None else gradient.to(master.dtype)
         optimizer.step()
         schedule.step()
-        for parameter, master in zip(parameters, masters, strict=True):
-            parameter.data.copy_(master)
+        _set_values(parameters, masters)
 
+
+def _set_values(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> None:
+    for parameter, own_values in zip(parameters, values, strict=True):
+        parameter.data.copy_(own_values)
+
+
+@contextmanager
+def _with_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within it torch keeps what the gradients of these need."""
     for parameter in parameters:
-        parameter.requires_grad_(False)
+        parameter.requires_grad_()
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in parameters:
+            parameter.requires_grad_(False)
 
 
-def _repeats_itself(example: Example, new: Mapping[nn.Module, StructuredLinear]) -> bool:
-    """Whether the block makes of its inputs what it made of them in the run."""
-    first, again = example.made, first_tensor(example.output(new))
-    if again is None or first.shape != again.shape:
-        return False
-    return torch.allclose(first, again, rtol=1e-2, atol=1e-3 * first.abs().max().item())
+def _differentiate(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Sequence[Tensor | None]:
+    try:
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a tensor that it needs was written into, say
+        raise NotRefinedError(f"its gradient cannot be taken ({error})") from error
+
+
+def _require_same_output(example: Example, new: Mapping[nn.Module, StructuredLinear]) -> None:
+    """Raises: NotRefinedError: the block makes of its inputs something else than in the run."""
+    try:
+        output = first_tensor(example.output(new))
+    except NoCopyError as refused:
+        raise NotRefinedError(f"{refused}, which is in its inputs") from refused
+    if output is None or output.shape != example.made.shape:
+        raise NotRefinedError(ANOTHER_OUTPUT)
+    first, again = (select_rows(made, example.call.masks) for made in (example.made, output))
+    scale = first.abs().amax().item() if first.numel() else 0.0
+    if not math.isfinite(scale) or not torch.allclose(first, again, rtol=1e-2, atol=1e-3 * scale):
+        raise NotRefinedError(ANOTHER_OUTPUT)
 
 
 def _gap(example: Example, output: Any) -> Tensor:

@@ -617,11 +617,13 @@ class Hold:
     after: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        stop = Stop(self.run, self.module, args, kwargs, self.forward)
         if self.after:
+            # a copy, since the block may write into its input
+            stop = Stop(self.run, self.module, *_copy_if_possible(args, kwargs), self.forward)
             stop.output = self.forward(*args, **kwargs)
             output = self.run.wait(stop).output
         else:
+            stop = Stop(self.run, self.module, args, kwargs, self.forward)
             answer = self.run.wait(stop).answer or self.forward
             output = answer(*args, **kwargs)
         self.run.leave(self.module)
@@ -629,6 +631,16 @@ class Hold:
 
     def __deepcopy__(self, memo: Any) -> "Hold":
         return self  # it is the run's: a replica of the run's replica does not stop here
+
+
+def _copy_if_possible(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    try:
+        copied: tuple[tuple[Any, ...], dict[str, Any]] = Copier().copy((args, kwargs))
+    except NoCopyError:
+        return args, kwargs
+    return copied
 
 
 class RandomNumbers:

@@ -188,9 +188,90 @@ def test_a_block_that_gives_another_output_each_time_is_left_with_a_warning(mode
             return super().forward(x)[0] * torch.rand(()), None
 
     model.blocks[1] = Noisy(16)
-    with pytest.warns(UserWarning, match=r"block 'blocks\.1' does not give the same output again"):
+    with pytest.warns(UserWarning, match=r"'blocks\.1' is not refined: it does not give the same"):
         planned = plan_compression(model, LowRank(rank=4), batches, refine=5, keep=None)
     assert [*planned.blocks] == ["blocks.0"]
+
+
+class InPlace(Block):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        y, _ = super().forward(x.clone())
+        x.mul_(0).add_(y)
+        return x, None
+
+
+class Overwriting(Block):
+    """What the gradient of a linear layer needs is gone."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        h = self.norm(x)
+        y = self.down(torch.relu(self.up(h)))
+        return h.mul_(0.5) + y, None
+
+
+class Appending(Block):
+    """It leaves its output in a list that the model gives to it."""
+
+    def forward(self, x: Tensor, outputs: list[Tensor]) -> tuple[Tensor, None]:
+        outputs.append(super().forward(x)[0])
+        return outputs[-1], None
+
+
+class Summing(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        outputs: list[Tensor] = []
+        for block in self.blocks:
+            x, _ = block(x, outputs)
+        return x + outputs[0]
+
+
+@pytest.mark.parametrize("kind", [InPlace, Appending])
+def test_a_block_that_writes_into_its_input_is_refined_as_one_that_does_not(kind, model, batches):
+    other = copy.deepcopy(model) if kind is InPlace else Summing()
+    other.load_state_dict(model.state_dict())
+    for block in other.blocks:
+        block.__class__ = kind
+    options = {"keep": 0.6, "refine": 8, "allocation": "error"}
+    found = plan_compression(other, LowRank(rank=1), batches, **options).blocks
+    expected = plan_compression(model, LowRank(rank=1), batches, **options).blocks
+    assert [*found] == ["blocks.0", "blocks.1"]
+    for name, errors in found.items():
+        assert errors == pytest.approx(expected[name], rel=1e-3)
+
+
+def test_a_block_whose_gradient_cannot_be_taken_is_left_with_a_warning(model, batches):
+    model.blocks[1].__class__ = Overwriting
+    options = {"keep": None, "include": "blocks.1*"}
+    plain = plan_compression(copy.deepcopy(model), LowRank(rank=4), batches, **options)
+    expected = "'blocks.1' is not refined: its gradient cannot be taken .*inplace"
+    with pytest.warns(UserWarning, match=expected):
+        planned = plan_compression(model, LowRank(rank=4), batches, refine=5, **options)
+    assert not planned.blocks
+    assert planned.errors == plain.errors
+
+
+def test_a_block_whose_input_has_no_copy_is_left_with_a_warning(model, batches):
+    class Reading(Block):
+        def forward(self, x, numbers):
+            return super().forward(x)
+
+    class Streaming(Model):
+        def forward(self, x):
+            for block in self.blocks:
+                x, _ = block(x, (n for n in range(3)))
+            return x
+
+    streaming = Streaming(blocks=1)
+    for block in streaming.blocks:
+        block.__class__ = Reading
+    with pytest.warns(
+        UserWarning, match=r"'blocks\.0' is not refined: a generator cannot be copied"
+    ):
+        planned = plan_compression(
+            streaming, LowRank(rank=4), batches, refine=5, keep=None, exclude="first"
+        )
+    assert not planned.blocks
 
 
 @pytest.mark.parametrize(
