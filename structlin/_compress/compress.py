@@ -87,9 +87,10 @@ def compress(
             `src_key_padding_mask` (torch) hides does not count, in layers whose input begins with
             the mask's shape, or is that flattened; other layers count all rows. A mask that is
             added to the scores has 0 for a token, and -100 or less for padding.
-            Layers that one pass calls more than once are projected for the dense model's inputs,
-            with a warning. None: by the weights alone, each layer by itself; the plain baseline,
-            with `allocation="error"`.
+            Layers that one pass calls more than once, or that passes call in orders which
+            contradict each other, are projected for the dense model's inputs, with a warning.
+            None: by the weights alone, each layer by itself; the plain baseline, with
+            `allocation="error"`.
         keep: fraction of what the layers cost that `structure` is meant for (those with an override
             are not counted). No layer gets a size that costs as much as dense: it may stay dense,
             which is exact, and its weight is counted. To keep more never makes worse what

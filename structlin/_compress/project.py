@@ -61,8 +61,8 @@ def project_in_order(
 ) -> tuple[dict[str, Projection], dict[str, Refined]]:
     """Project these layers in the order in which the model runs, and refine its blocks.
 
-    Layers that a call of the model calls more than once are projected for the inputs that they have
-    in the dense model.
+    Layers to which a walk may come again (`Replay.repeated`) are projected for the inputs that they
+    have in the dense model.
 
     Returns:
         By their names, the projections of the layers, and what became of the refined blocks.
@@ -74,8 +74,9 @@ def project_in_order(
         if moments_of_repeated:
             reached = [layer.name for layer in repeated if layer.module in moments_of_repeated]
             warn(
-                "compress: one pass calls these layers more than once, so they are projected for "
-                f"the dense model's inputs, not for the compressed one's: {', '.join(reached)}"
+                "compress: one pass calls these layers more than once, or passes call them in "
+                "orders that contradict each other, so they are projected for the dense model's "
+                f"inputs, not for the compressed one's: {', '.join(reached)}"
             )
         for module, moments in moments_of_repeated.items():
             compressed.project(module, moments)

@@ -242,7 +242,9 @@ class Replay:
     model: nn.Module
     calls: Sequence[Call] | Stream
     order: Sequence[nn.Module] = ()  #: the layers that a call reaches, as the model arrives at them
-    repeated: Collection[nn.Module] = ()  #: layers that one call calls more than once
+    #: layers that one call calls more than once, or to which calls come in orders that contradict
+    #: each other: a walk may come to them again
+    repeated: Collection[nn.Module] = ()
     biases: Mapping[nn.Module, nn.Parameter] = field(default_factory=dict)  #: of one layer alone
     has_loss: bool = False  #: whether the model forms a loss of labels
     original: Replica = None  # type: ignore[assignment]  #: of the model before all runs, which have replicas of this one
@@ -443,6 +445,7 @@ def observe(
         raise ValueError(
             "batches: none of the layers to convert saw an input; the model does not call them"
         )
+    merged, contradicted = _merge_orders(orders)
     repeated = {layer for order in orders for layer in order if order.count(layer) > 1}
     # a bias that several layers have cannot carry the change of one layer's mean
     shared = find_shared(model)
@@ -453,8 +456,8 @@ def observe(
             biases[layer] = bias
     return replace(
         replay,
-        order=_merge_orders(orders),
-        repeated=repeated,
+        order=merged,
+        repeated=repeated | contradicted,
         biases=biases,
         has_loss=any(call.has_loss for call in replay.few),
     )
@@ -468,18 +471,35 @@ def find_shared(model: nn.Module) -> set[int]:
     return {identity for identity, count in owners.items() if count > 1}
 
 
-def _merge_orders(orders: Iterable[Sequence[nn.Module]]) -> list[nn.Module]:
-    """One order that agrees with those of all calls; if there is none, that of first arrival."""
+def _merge_orders(
+    orders: Iterable[Sequence[nn.Module]],
+) -> tuple[list[nn.Module], set[nn.Module]]:
+    """One order that agrees with those of all calls, and no module. If there is none, the order of
+    first arrival, and the modules for which the calls contradict each other."""
     first = list(dict.fromkeys(module for order in orders for module in order))
-    before: TopologicalSorter[nn.Module] = TopologicalSorter({module: () for module in first})
+    before: dict[nn.Module, set[nn.Module]] = {module: set() for module in first}
     for order in orders:
         once = list(dict.fromkeys(order))
-        for earlier, later in pairwise(once):  # an edge for each step of the call
-            before.add(later, earlier)
+        for earlier, later in pairwise(once):  # each step of the call
+            before[later].add(earlier)
     try:
-        return list(before.static_order())
+        return list(TopologicalSorter(before).static_order()), set()
     except CycleError:
-        return first
+        return first, {module for module in first if module in _find_all_before(module, before)}
+
+
+def _find_all_before(
+    module: nn.Module, before: Mapping[nn.Module, Collection[nn.Module]]
+) -> set[nn.Module]:
+    """What comes before a module, directly or not; itself, if it is in a circle."""
+    found: set[nn.Module] = set()
+    left = [*before[module]]
+    while left:
+        earlier = left.pop()
+        if earlier not in found:
+            found.add(earlier)
+            left += before[earlier]
+    return found
 
 
 # ---- one run -------------------------------------------------------------------------------------

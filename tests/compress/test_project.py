@@ -183,6 +183,24 @@ def test_fewer_tokens_than_features_keep_what_they_do_not_tell_near_the_weight(f
 # ---- what is called, and how often -------------------------------------------------------------
 
 
+def test_layers_in_either_order_are_projected_for_all_their_inputs_in_the_dense_model():
+    class Either(nn.ModuleDict):
+        def forward(self, x: Tensor, way: str) -> Tensor:
+            for name in way:
+                x = self[name](x)
+            return x
+
+    torch.manual_seed(0)
+    model = Either({name: nn.Linear(16, 16) for name in "abc"}).double()
+    x = correlated(60, 16)
+    batches = [(x[:10], "abc"), (x[10:], "bac")]
+    with pytest.warns(UserWarning, match=r"orders that contradict each other.*: a, b$"):
+        planned = plan_plainly(model, LowRank(rank=4), batches)
+    assert {name: each.tokens for name, each in planned.projections.items()} == dict.fromkeys(
+        "abc", 60
+    )
+
+
 def test_a_layer_that_is_called_twice_is_named_and_the_others_are_done_in_order():
     shared = nn.Linear(16, 16)
     model = nn.Sequential(nn.Linear(16, 16), shared, nn.Tanh(), shared, nn.Linear(16, 16)).double()

@@ -217,7 +217,9 @@ class Skips(nn.ModuleDict):
     [
         (["ac", "abc"], "abc", ""),
         (["ca", "cab"], "cab", ""),
-        (["ab", "ba"], "ab", ""),  # no order agrees with both
+        (["ab", "ba"], "ab", "ab"),  # no order agrees with both
+        (["cab", "cba"], "cab", "ab"),
+        (["ab", "bc", "ca"], "abc", "abc"),
         (["aba", "ab"], "ab", "a"),
         (["ab"] * 9, "ab", ""),
         (["ab"] * 4 + ["acb"] + ["ab"] * 4, "acb", ""),  # among a few that are run first
