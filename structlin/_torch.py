@@ -62,6 +62,11 @@ def is_transformed() -> bool:
     )
 
 
+def is_in_vmap(tensor: Tensor) -> bool:
+    """Whether it stands for many, within `torch.vmap`."""
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
 def is_batch(dy: Tensor) -> bool:
     """Whether it stands for many, in `autograd.grad(is_grads_batched=True)`, an older vmap."""
     return bool(torch._C._dispatch_keys(dy).has(_BATCHED))

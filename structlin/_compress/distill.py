@@ -19,7 +19,7 @@ from ..optim._groups import param_groups
 from .memory import storages_in
 from .padding import select_rows
 from .progress import Bar
-from .replay import check_batches, prepare_call, require_arguments
+from .replay import check_batches, prepare_call
 
 WARMUP = 0.1  # of the steps, in which the rate rises; a cosine leads to zero afterwards
 JUDGEMENTS = 10  # passes over the held-out batches during the steps, evenly spread
@@ -223,6 +223,11 @@ def _train(
         training_loss = loss.item()
         _require_finite(training_loss, f"the loss of step {step}", hint)
         losses.append(training_loss)
+        if not loss.requires_grad:
+            raise ValueError(
+                "model: what it returns has no gradient; it turns gradients off (no_grad or "
+                "inference_mode), or no parameter that is trained takes part"
+            )
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.get_total_norm(p.grad for p in trained if p.grad is not None)
         _require_finite(norm.item(), f"the norm of the gradients of step {step}", hint)
@@ -338,7 +343,6 @@ def _put_back(parameters: Sequence[nn.Parameter], values: Sequence[Tensor]) -> N
 def _find_loss(model: nn.Module, teacher: nn.Module, logits: bool | None, batch: Any) -> Tensor:
     """The sum over the outputs that both models have."""
     call = prepare_call(model, batch)  # which gives each model copies of the tensors
-    require_arguments(model, call)
     with torch.no_grad():
         teacher_outputs = dict(find_tensors(call.make(teacher)))
     outputs = {name: s for name, s in find_tensors(call.make(model)) if s.ndim}  # no losses

@@ -41,7 +41,7 @@ from .._hosts.registry import call_options
 from .._model.calls import split_batch
 from .._model.transaction import Step, completed_at_end
 from .._projection.matrices import limit_threads
-from .._torch import tree_map
+from .._torch import is_in_vmap, is_transformed, tree_map
 from .memory import Activations, Memory
 from .padding import find_masks, name_arguments
 from .replica import Copier, NoCopyError, Replica
@@ -192,13 +192,18 @@ def check_batches(name: str, batches: object) -> None:
 
 
 def prepare_call(model: nn.Module, batch: Any, seed: int = 0) -> Call:
-    """The call of the model with this batch, see `split_batch`."""
+    """The call of the model with this batch, see `split_batch`.
+
+    Raises:
+        TypeError: the model's `forward` does not take what the batch was split into, or something
+            in that has no copy.
+    """
     args, kwargs = split_batch(batch)
+    _require_arguments(model, args, kwargs)
     return Call(*copy_batch(args, kwargs), find_masks(model, args, kwargs), seed)
 
 
-def require_arguments(model: nn.Module, call: Call) -> None:
-    """Raises: TypeError: the model's `forward` does not take what the batch was split into."""
+def _require_arguments(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if model._forward_pre_hooks:
         return  # they may change the arguments
     try:
@@ -206,9 +211,9 @@ def require_arguments(model: nn.Module, call: Call) -> None:
     except (TypeError, ValueError):  # it is of no Python function
         return
     try:
-        signature.bind(*call.args, **call.kwargs)
+        signature.bind(*args, **kwargs)
     except TypeError as error:
-        hint = "; of pairs (input, label) give the inputs alone" if len(call.args) > 1 else ""
+        hint = "; of pairs (input, label) give the inputs alone" if len(args) > 1 else ""
         raise TypeError(
             f"batches: {type(model).__name__}.forward does not take a batch: {error}. A tuple or "
             f"list is its positional arguments, a mapping its keywords{hint}"
@@ -414,7 +419,7 @@ def observe(
         TypeError: `batches` is a single batch, or neither iterable nor a function.
         ValueError: there is no batch, or other ones at another reading; no layer saw an input; an
             id is outside of an embedding; a label is of no class; padding without a mask, see
-            `find_masks`.
+            `find_masks`; a layer is called within torch.vmap.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> replay = observe(model, [model[2], model[0]], [torch.ones(1, 2)])
@@ -426,12 +431,22 @@ def observe(
         raise ValueError("batches has no batch; a generator can be read only once")
     replay = Replay(model, calls, original=original, memory=memory)  # type: ignore[arg-type]
 
+    names = {module: name for name, module in model.named_modules()}
+
     def find_order(call: Call) -> list[nn.Module]:
         order: list[nn.Module] = []
-        require_arguments(model, call)
         replica = replay.original.replicate()
         for layer in layers:
-            replica[layer].register_forward_pre_hook(lambda *_, layer=layer: order.append(layer))
+
+            def note(_: Any, args: Any, kwargs: Any, layer: nn.Module = layer) -> None:
+                if is_in_vmap(take_input(args, kwargs)):
+                    raise ValueError(
+                        f"layer {names[layer]!r} is called within torch.vmap, where its inputs "
+                        "cannot be collected: exclude it"
+                    )
+                order.append(layer)
+
+            replica[layer].register_forward_pre_hook(note, with_kwargs=True)
         with RandomNumbers(call.seed).draw():
             call.make(replica.model)
         return order
@@ -734,12 +749,14 @@ class CheckNumbers(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if torch.compiler.is_compiling() or is_transformed():
+            return func(*args, **kwargs)  # numbers cannot be looked at
         if func is F.embedding:
             ids, weight = args[:2]  # (...), (rows, features)
             of = f"embedding {self._names.get(id(weight), '')!r}, which has {len(weight):,} rows"
             why = "the batches come from another tokenizer, or are too long"
             _require_below(len(weight), ids, f"id {{}} is outside of the {of}: {why}")
-        elif func in (F.cross_entropy, F.nll_loss) and not torch.compiler.is_compiling():
+        elif func in (F.cross_entropy, F.nll_loss):
             self.has_loss = True
             logits, labels = args[:2]  # (classes,) or (rows, classes, ...)
             classes = logits.shape[min(1, logits.ndim - 1)]

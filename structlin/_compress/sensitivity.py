@@ -112,7 +112,7 @@ def measure_sensitivities(
 
     Raises:
         ValueError: the model turns gradients off; none of its outputs has one, they are not finite
-            or all zero.
+            or all zero; no call has a row.
         TypeError: the loss returns no single number.
 
     Source: Martens & Grosse 2015 (arXiv:1503.05671).
@@ -144,6 +144,8 @@ def measure_sensitivities(
     sums = [total.sum().item() for total in totals.values()]
     if not all(map(math.isfinite, sums)):
         raise ValueError(f"{_REFUSED} has gradients that are not finite")
+    if tokens and not any(tokens.values()):
+        raise ValueError("batches: no row of them reaches the layers to convert")
     if not any(sums):
         raise ValueError(
             f"{_REFUSED} has only gradients of zero; another loss may have some (loss='outputs')"
@@ -211,7 +213,8 @@ def _take_gradients_on_the_way_back(
         return _pass_on(output)
 
     result = replay.run(call, [layer.module for layer in layers], keep, grad=True, backward=True)
-    if not any(tensor.requires_grad for _, tensor in find_tensors(result)):
+    has_gradients = any(tensor.requires_grad for _, tensor in find_tensors(result))
+    if not callable(loss) and not has_gradients:
         raise ValueError(f"{_REFUSED} turns gradients off (no_grad or inference_mode)")
     with torch.enable_grad(), CheckNumbers(replay.model):
         value = _take_loss(result, loss, call.masks, generator)
@@ -231,8 +234,12 @@ class _PassOn(torch.autograd.Function):
     """The same numbers in the same memory, one step later in the graph."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor) -> Tensor:
+    def forward(output: Tensor) -> Tensor:
         return output.data  # no view: writing into one would pass by this step
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Tensor) -> None:
+        """Nothing is needed on the way back. torch.func asks for this method."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -296,10 +303,13 @@ def measure_change(before: Any, after: Any, loss: Loss, masks: list[Tensor]) -> 
     summed over rows, or the squared relative change of each output.
 
     A token that is impossible before, with a logit of -inf, counts nothing. Of more than
-    `MEASURED_ROWS` rows of logits some are measured, evenly spread, for all.
+    `MEASURED_ROWS` rows of logits some are measured, evenly spread, for all. Where an output is
+    gone, or has another shape, the change is infinite.
     """
     old = dict(find_tensors(before))
     new = dict(find_tensors(after))
+    if any(name not in new or new[name].shape != tensor.shape for name, tensor in old.items()):
+        return math.inf
     logits = [name for name, tensor in old.items() if _are_logits(name, tensor, loss)]
     change = 0.0
     if logits:

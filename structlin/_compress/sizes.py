@@ -205,7 +205,7 @@ def _measure_ratios(
     checked_calls: Sequence[Checked],
 ) -> list[float]:
     """For each of `SHARES`, what errors of these layers do, over what is predicted; 1 where nothing
-    is, or where the outputs are not finite with these errors."""
+    is, or where the outputs are not finite or of other shapes with these errors."""
     predicted_harm = [0.0] * len(SHARES)
     measured_harm = [0.0] * len(SHARES)
     changes: list[dict[nn.Module, Change]] = [{} for _ in SHARES]

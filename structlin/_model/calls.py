@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -15,7 +16,8 @@ class NamedTensor(NamedTuple):
 
 
 def find_tensors(output: Any, name: str = "") -> Iterator[NamedTensor]:
-    """Each floating tensor, in order; a tensor alone has the empty name.
+    """Each floating tensor in mappings, sequences and dataclasses, in order; a tensor alone has the
+    empty name.
 
     >>> import torch
     >>> [name for name, _ in find_tensors({"logits": torch.ones(2), "states": (torch.ones(2),)})]
@@ -30,6 +32,8 @@ def find_tensors(output: Any, name: str = "") -> Iterator[NamedTensor]:
         entries = output.items()
     elif isinstance(output, tuple | list):
         entries = enumerate(output)
+    elif is_dataclass(output) and not isinstance(output, type):
+        entries = ((each.name, getattr(output, each.name)) for each in fields(output))
     for key, entry in entries:
         yield from find_tensors(entry, f"{name}.{key}" if name else str(key))
 

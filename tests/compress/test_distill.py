@@ -409,6 +409,19 @@ def test_a_teacher_that_would_change_is_refused():
         distill(converted(dense()), teacher, BATCHES, steps=1, lr=1e-3)
 
 
+def test_a_model_without_gradients_is_named_and_stays_as_it_was():
+    class Off(nn.Sequential):
+        @torch.no_grad()
+        def forward(self, x):
+            return super().forward(x)
+
+    student = Off(*converted(dense()))
+    before = state(student)
+    with pytest.raises(ValueError, match=r"^model: what it returns has no gradient; it turns"):
+        distill(student, dense(), BATCHES, steps=4, lr=1e-3, progress=False)
+    assert all(torch.equal(student.state_dict()[name], value) for name, value in before.items())
+
+
 def test_a_teacher_in_the_same_memory_is_refused():
     teacher, student = dense(), dense()
     student.load_state_dict(teacher.state_dict(), assign=True)  # other parameters, the same numbers

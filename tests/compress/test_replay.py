@@ -232,6 +232,44 @@ def test_the_order_agrees_with_that_of_all_calls(ways, order, repeated):
     assert found.repeated == {model[name] for name in repeated}
 
 
+class OneByOne(nn.Module):
+    """A row at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.linear = nn.Embedding(5, 8), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.linear(torch.vmap(self.table)(ids))
+
+
+class LinearOneByOne(OneByOne):
+    def forward(self, ids: Tensor) -> Tensor:
+        return torch.vmap(self.linear)(self.table(ids))
+
+
+def test_ids_within_vmap_are_not_looked_at():
+    model = OneByOne()
+    assert observe(model, [model.linear], [torch.zeros(3, 2).long()]).order == [model.linear]
+
+
+def test_a_layer_within_vmap_is_named():
+    model = LinearOneByOne()
+    with pytest.raises(ValueError, match=r"layer 'linear' is called within torch\.vmap.*exclude"):
+        observe(model, [model.linear], [torch.zeros(3, 2).long()])
+
+
+def test_a_batch_with_another_keyword_is_named_wherever_it_stands():
+    model = nn.Linear(2, 2)
+    batches = [{"input": torch.ones(1, 2)} for _ in range(20)]
+    batches[1] |= {"label": torch.ones(1)}
+    message = r"^batches: Linear\.forward does not take a batch: .*'label'"
+    with pytest.raises(TypeError, match=message):
+        observe(model, [model], batches)
+    with pytest.raises(TypeError, match=message):
+        observe(model, [model], lambda: iter(batches))
+
+
 # ---- replicas ------------------------------------------------------------------------------------
 
 

@@ -1,12 +1,14 @@
 """What an error in a layer does to the model, against formulas; one covariance at a time."""
 
 import copy
+from dataclasses import dataclass
 from itertools import product
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from structlin import LowRank, compress, plan_compression
 from structlin._compress.replay import observe
@@ -291,6 +293,42 @@ def test_ranks_chosen_by_sensitivity_are_near_the_best_of_all(seed):
         ),
     ],
 )
+@dataclass
+class Answer:
+    features: Tensor
+    note: str = ""
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("loss", [None, lambda answer: answer.features.square().sum()])
+def test_a_model_that_returns_a_dataclass_keeps_what_one_that_returns_a_tensor_does(
+    reentrant, loss
+):
+    class Answering(nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=True) if reentrant else layer(x)
+            return Answer(x)
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    answering = Answering(*copy.deepcopy(plain))
+    batches = [torch.randn(20, 8)]
+    found = plan_compression(answering, LowRank(rank=1), batches, keep=0.5, loss=loss)
+    loss_of_plain = None if loss is None else lambda y: loss(Answer(y))
+    expected = plan_compression(plain, LowRank(rank=1), batches, keep=0.5, loss=loss_of_plain)
+    assert [each.structure for each in found.decisions] == [
+        each.structure for each in expected.decisions
+    ]
+
+
+def test_batches_without_a_row_are_named():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"^batches: no row of them reaches the layers"):
+        compress(model, LowRank(rank=1), [torch.zeros(0, 8)], keep=0.5)
+
+
 @pytest.mark.parametrize("keep", [None, 0.5])
 def test_a_wrong_loss_is_named_and_the_model_stays_as_it_was(options, error, message, keep):
     torch.manual_seed(0)

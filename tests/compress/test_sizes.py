@@ -556,6 +556,23 @@ def test_where_outputs_with_errors_are_not_finite_the_prediction_stands(ratios, 
     assert ratios == [[1.0, 1.0]] * 2
 
 
+def test_where_errors_change_the_shape_of_an_output_the_prediction_stands(ratios):
+    class Positive(Residual):
+        def forward(self, x):
+            y = super().forward(x)
+            return y[y[:, 0] > 0]
+
+    class Named(Residual):
+        def forward(self, x):
+            y = super().forward(x)
+            return {str(n): row for n, row in enumerate(y) if row[0] > 0}
+
+    torch.manual_seed(0)
+    x = torch.randn(64, 16)
+    for kind in (Positive, Named):
+        assert set(find_ratios(ratios, kind(), [x])) == {1.0}
+
+
 def test_a_token_that_is_impossible_before_counts_nothing():
     torch.manual_seed(0)
     before, after = torch.randn(2, 5, 8, dtype=torch.double)
