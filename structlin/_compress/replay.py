@@ -283,11 +283,7 @@ class Replay:
         """
         replica = self.original.replicate(own_gradients=backward)
         for layer in layers:
-
-            def see(_: Any, args: Any, kwargs: Any, y: Tensor, layer: Any = layer) -> Tensor | None:
-                return hook(layer, take_input(args, kwargs), y)
-
-            replica[layer].register_forward_hook(see, with_kwargs=True)
+            vars(replica[layer])["forward"] = partial(_see, layer, replica[layer].forward, hook)
         with torch.set_grad_enabled(grad), RandomNumbers(call.seed).draw():
             return call.make(replica.model, input_gradients=backward)
 
@@ -391,6 +387,19 @@ class Visit:
     memory: Memory  #: of all runs; a tensor of a run that waits is read within `memory.lend`
 
 
+def _see(
+    layer: nn.Module,
+    forward: Callable[..., Tensor],
+    hook: Callable[[nn.Module, Tensor, Tensor], Tensor | None],
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """Called in place of a layer's `forward`, which a model may call without its hooks."""
+    y = forward(*args, **kwargs)
+    new = hook(layer, take_input(args, kwargs), y)
+    return y if new is None else new
+
+
 def take_input(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
     """The one input with which a linear layer is called."""
     x: Tensor = args[0] if args else next(iter(kwargs.values()))
@@ -435,20 +444,16 @@ def observe(
 
     def find_order(call: Call) -> list[nn.Module]:
         order: list[nn.Module] = []
-        replica = replay.original.replicate()
-        for layer in layers:
 
-            def note(_: Any, args: Any, kwargs: Any, layer: nn.Module = layer) -> None:
-                if is_in_vmap(take_input(args, kwargs)):
-                    raise ValueError(
-                        f"layer {names[layer]!r} is called within torch.vmap, where its inputs "
-                        "cannot be collected: exclude it"
-                    )
-                order.append(layer)
+        def note(layer: nn.Module, x: Tensor, _: Tensor) -> None:
+            if is_in_vmap(x):
+                raise ValueError(
+                    f"layer {names[layer]!r} is called within torch.vmap, where its inputs cannot "
+                    "be collected: exclude it"
+                )
+            order.append(layer)
 
-            replica[layer].register_forward_pre_hook(note, with_kwargs=True)
-        with RandomNumbers(call.seed).draw():
-            call.make(replica.model)
+        replay.run(call, layers, note)
         return order
 
     orders = [find_order(call) for call in replay.few]

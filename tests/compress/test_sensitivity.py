@@ -273,26 +273,6 @@ def test_ranks_chosen_by_sensitivity_are_near_the_best_of_all(seed):
     assert own <= 0.5 * sorted(found.values())[len(found) // 2]
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"loss": "kl"}, ValueError, "loss='kl' is unknown; there are divergence, outputs"),
-        ({"loss": 3}, TypeError, "loss=3 must be a text: divergence, outputs"),
-        ({"loss": "outputs", "allocation": "error"}, ValueError, "loss='outputs' goes with"),
-        ({"loss": "outputs", "batches": None, "allocation": "error"}, ValueError, "goes with"),
-        ({"loss": lambda y: y}, TypeError, r"loss must return .* shape \(20, 8\), requires_grad"),
-        ({"loss": lambda y: 1.0}, TypeError, "loss must return .* it returned float"),
-        ({"loss": lambda y: y.detach().sum()}, TypeError, "requires_grad=False"),
-        ({"loss": lambda y: 0 * y.sum()}, ValueError, "has only gradients of zero"),
-        ({"loss": lambda y: (0 * y).sqrt().sum()}, ValueError, "gradients that are not finite"),
-        ({"loss": lambda y: y.sum() * torch.nan}, ValueError, "^loss returned nan"),
-        (
-            {"loss": lambda y: F.cross_entropy(y, torch.arange(20))},
-            ValueError,
-            "the label 8 is outside of the loss, which has 8 classes",
-        ),
-    ],
-)
 @dataclass
 class Answer:
     features: Tensor
@@ -323,12 +303,47 @@ def test_a_model_that_returns_a_dataclass_keeps_what_one_that_returns_a_tensor_d
     ]
 
 
+def test_layers_whose_forward_is_called_directly_are_seen():
+    class Direct(nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = layer.forward(x)
+            return x
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    batches = [torch.randn(20, 8)]
+    found = plan_compression(Direct(*copy.deepcopy(plain)), LowRank(rank=1), batches, keep=0.5)
+    expected = plan_compression(plain, LowRank(rank=1), batches, keep=0.5)
+    assert found.errors == expected.errors
+
+
 def test_batches_without_a_row_are_named():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(ValueError, match=r"^batches: no row of them reaches the layers"):
         compress(model, LowRank(rank=1), [torch.zeros(0, 8)], keep=0.5)
 
 
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"loss": "kl"}, ValueError, "loss='kl' is unknown; there are divergence, outputs"),
+        ({"loss": 3}, TypeError, "loss=3 must be a text: divergence, outputs"),
+        ({"loss": "outputs", "allocation": "error"}, ValueError, "loss='outputs' goes with"),
+        ({"loss": "outputs", "batches": None, "allocation": "error"}, ValueError, "goes with"),
+        ({"loss": lambda y: y}, TypeError, r"loss must return .* shape \(20, 8\), requires_grad"),
+        ({"loss": lambda y: 1.0}, TypeError, "loss must return .* it returned float"),
+        ({"loss": lambda y: y.detach().sum()}, TypeError, "requires_grad=False"),
+        ({"loss": lambda y: 0 * y.sum()}, ValueError, "has only gradients of zero"),
+        ({"loss": lambda y: (0 * y).sqrt().sum()}, ValueError, "gradients that are not finite"),
+        ({"loss": lambda y: y.sum() * torch.nan}, ValueError, "^loss returned nan"),
+        (
+            {"loss": lambda y: F.cross_entropy(y, torch.arange(20))},
+            ValueError,
+            "the label 8 is outside of the loss, which has 8 classes",
+        ),
+    ],
+)
 @pytest.mark.parametrize("keep", [None, 0.5])
 def test_a_wrong_loss_is_named_and_the_model_stays_as_it_was(options, error, message, keep):
     torch.manual_seed(0)
