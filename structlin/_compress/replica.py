@@ -35,6 +35,11 @@ _SHARED_KINDS = (
     *(fx.Graph, torch.Stream, torch.Event),
     *(logging.Logger, contextvars.ContextVar, threading.local),
 )
+_CONTAINERS = (dict, OrderedDict, set)
+# Most of them are empty. No two modules have one in common.
+_CONTAINERS_OF_MODULES = {
+    name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
+}
 _LOCKS = {type(threading.Lock()): threading.Lock, type(threading.RLock()): threading.RLock}
 
 
@@ -312,7 +317,14 @@ class Copier:
                 self._remember(parameter, self._share_parameter(parameter))
         attributes = vars(self._copies[id(module)])
         compiled = {"_compiled_call_impl": None}
-        self._copy_attributes({**vars(module), **compiled}, attributes)
+        others = {}
+        for name, value in {**vars(module), **compiled}.items():
+            kind = type(value)
+            if name in _CONTAINERS_OF_MODULES and kind in _CONTAINERS and not value:
+                attributes[name] = kind()  # without a memo, which would take more than it does
+            else:
+                others[name] = value
+        self._copy_attributes(others, attributes)
         attributes["training"] = False
 
     def _share_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
