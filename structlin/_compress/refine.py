@@ -66,7 +66,9 @@ class Example:
 
         It gets a copy of its inputs: it may write into them, and others may read them later.
         """
-        replica = self.stop.run.replica.replicate(self.stop.module)
+        replica_of_run = self.stop.run.replica
+        assert replica_of_run is not None  # the run waits
+        replica = replica_of_run.replicate(self.stop.module)
         for layer, structured in new.items():
             vars(replica[layer])["forward"] = structured.forward
         for module, name, vector in vectors:

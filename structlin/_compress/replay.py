@@ -330,6 +330,7 @@ class Replay:
                     workers = max(1, MAX_WORKERS // count)
                     goes_on = to_end or (self.has_loss and not is_compressed)
                     run = Run(call, replica, layers, blocks, workers, activations, goes_on)
+                    del replica  # the run alone keeps it, until its end
                     ends.append(run.cancel)  # before its thread starts
                     lane.append(run)
                     run.resume()
@@ -543,7 +544,7 @@ class Run:
         to_end: bool,
     ) -> None:
         self.call = call
-        self.replica = replica
+        self.replica: Replica | None = replica  #: None after its end
         self.activations = activations
         self._to_end = to_end
         self._awaited = {*layers, *blocks}  # where it has not been yet
@@ -555,10 +556,11 @@ class Run:
         self._turn: SimpleQueue[None] = SimpleQueue()  # the caller says "go on"
         self._back: SimpleQueue[None] = SimpleQueue()  # the run says "I wait" or "I have ended"
         self._error: BaseException | None = None
+        self._held: list[nn.Module] = []  # modules of the replica that have a `Hold`
         for layer in layers:
-            self._hold_at(layer)
+            self._hold_at(replica[layer], layer)
         for block in blocks:
-            self._hold_at(block, after=True)
+            self._hold_at(replica[block], block, after=True)
         context = contextvars.copy_context()
         self.thread = threading.Thread(target=lambda: context.run(self._work), daemon=True)
 
@@ -585,13 +587,14 @@ class Run:
                         "has two: give fewer batches, and larger ones"
                     ) from error
             self._back.get()
-        if self._error is not None:
-            self.thread.join()
-            raise self._error
-        if self.stop is None:
-            self.activations.finish()
-        else:
+        if self.stop is not None:
             self.activations.settle()
+            return
+        self.thread.join()
+        if self._error is not None:
+            raise self._error
+        self._free_model()
+        self.activations.finish()
 
     def cancel(self) -> None:
         """End the run where it waits, or at its next stop.
@@ -603,7 +606,16 @@ class Run:
         if self.thread.ident is not None:
             self._turn.put(None)
             self.thread.join()
+        self._free_model()
         self.activations.finish()
+
+    def _free_model(self) -> None:
+        """Free what the replica alone holds, now that its thread has ended, so that nobody reads it
+        from the file."""
+        for module in self._held:
+            vars(module).pop("forward", None)  # a module and its `Hold` have each other
+        self._held.clear()
+        self.replica = None
 
     def leave(self, module: nn.Module) -> None:
         """It has been at this layer or block, and ends if that was the last one."""
@@ -611,10 +623,10 @@ class Run:
         if not self._awaited and not self._to_end and threading.current_thread() is self.thread:
             raise Cancelled
 
-    def _hold_at(self, module: nn.Module, after: bool = False) -> None:
-        """Wait before the module is called, or `after` that with its output."""
-        copied = self.replica[module]
+    def _hold_at(self, copied: nn.Module, module: nn.Module, after: bool = False) -> None:
+        """Wait before the copy of a module is called, or `after` that with its output."""
         vars(copied)["forward"] = Hold(self, module, copied.forward, after)
+        self._held.append(copied)
 
     def wait(self, stop: Stop) -> Stop:
         """Stop here until the caller has answered; not in a thread that the model has started."""
@@ -636,6 +648,7 @@ class Run:
                 for context in self._contexts:
                     stack.enter_context(context)
                 stack.enter_context(self.activations.watch())
+                assert self.replica is not None
                 self.call.make(self.replica.model)
         except Cancelled:
             pass

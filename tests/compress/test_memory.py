@@ -6,6 +6,7 @@ import gc
 import tempfile
 import threading
 from pathlib import Path
+from weakref import WeakSet
 
 import numpy as np
 import pytest
@@ -120,6 +121,55 @@ def test_after_the_inputs_of_a_layer_are_measured_all_of_them_are_in_the_file(
     monkeypatch.setattr(_Compressed, "_measure", measure_and_look)
     compressed(model, batches, memory=0.0, refine=refine)
     assert nbytes == {0}
+
+
+class Hoarder(nn.Linear):
+    """It keeps what it computes until the model, at its end, takes that away."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x.repeat(1, 8)
+        return super().forward(x) + self.kept[:, :16]
+
+
+class ModelWithHoarder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = Hoarder(16, 16), nn.Linear(16, 16)
+        self.skip = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.skip = x.repeat(1, 8)
+        y = self.b(self.a(x)) + self.skip[:, :16]
+        self.skip = self.a.kept = None
+        return y
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("leaves_early", [False, True])
+def test_what_a_model_would_clear_at_its_end_is_freed_as_soon_as_its_run_ends(
+    batches, monkeypatch, leaves_early
+):
+    kept = []
+    finish = Activations.finish
+
+    def finish_and_look(self):
+        storages = WeakSet(self._storages)
+        finish(self)
+        kept.append(sum(storage.nbytes() for storage in storages))
+
+    monkeypatch.setattr(Activations, "finish", finish_and_look)
+    model = ModelWithHoarder()
+    replay = observe(model, [model.a, model.b], batches, memory=0.0)
+    visits = replay.walk([model.a, model.b], replay.calls, both=True, to_end=False)
+    for visit in visits:
+        if visit.module is model.b and leaves_early:
+            break
+    del visit
+    visits.close()
+    assert len(kept) >= 20
+    assert max(kept) == 0
 
 
 def test_compress_in_one_call_has_the_bound_too(model, batches, files):
