@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import IO, Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ MALLOC_TRIM = _find_malloc_trim()
 
 @dataclass(eq=False)
 class _Slot:
-    """Where the bytes of a storage lie in the file."""
+    """Where the bytes of a storage lie in the file: free for others when nobody has the slot."""
 
     offset: int
     nbytes: int
@@ -65,7 +65,7 @@ class Memory:
         self.held = 0  # bytes in memory, of the runs that wait
         self._file: IO[bytes] | None = None
         self._end = 0
-        self._free: dict[int, list[int]] = {}  # size -> offsets of slots that nobody has
+        self._free: dict[int, list[int]] = {}  # size -> offsets where no slot is
         self._slots: WeakKeyDictionary[torch.UntypedStorage, _Slot] = WeakKeyDictionary()
         self._untrimmed = 0  # bytes of runs that stopped since then
 
@@ -105,7 +105,6 @@ class Memory:
             return
         self._fill(storage, slot)
         del self._slots[storage]
-        self._free.setdefault(slot.nbytes, []).append(slot.offset)
 
     def fetch_for(self, values: Any) -> None:
         """Fetch what is away of the tensors in these arguments of a function."""
@@ -149,12 +148,16 @@ class Memory:
     # ---- the file --------------------------------------------------------------------------------
 
     def _take_slot(self, nbytes: int) -> _Slot:
-        offsets = self._free.get(nbytes)
-        if offsets:
-            return _Slot(offsets.pop(), nbytes)
-        offset = self._end
-        self._end += nbytes
-        return _Slot(offset, nbytes)
+        free = self._free.setdefault(nbytes, [])
+        if free:
+            offset = free.pop()
+        else:
+            offset = self._end
+            self._end += nbytes
+        slot = _Slot(offset, nbytes)
+        # when its storage is fetched or dies, which may be in any thread
+        finalize(slot, free.append, offset).atexit = False
+        return slot
 
     def _write(self, storage: torch.UntypedStorage, slot: _Slot) -> None:
         host = storage if storage.device.type == "cpu" else storage.cpu()  # type: ignore[no-untyped-call]

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import gc
+import os
 import tempfile
 import threading
 from pathlib import Path
@@ -100,6 +101,26 @@ def test_over_its_bound_memory_holds_nothing_of_the_runs_that_wait(files):
     assert x.untyped_storage().nbytes() == 0
     with bounded.guard():
         assert (x + 1).sum() == 3000
+    bounded.close()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_fetched", [False, True])
+def test_what_dies_or_is_fetched_leaves_its_place_in_the_file_to_others(files, is_fetched):
+    bounded = Memory(0.0)
+    activations = Activations(bounded)
+    staying = torch.zeros(1000)
+    for number in range(5):
+        with activations.watch():
+            x = staying + number  # that of the round before is dead, in the file or in memory
+        activations.settle()
+        if number == 0:
+            staying_away = x
+        if is_fetched:
+            activations.fetch()
+    assert os.fstat(files[0].fileno()).st_size == 2 * 4000
+    with bounded.lend(staying_away):
+        assert staying_away.sum() == 0
     bounded.close()
 
 
