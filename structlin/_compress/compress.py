@@ -132,7 +132,8 @@ def compress(
             too.
         TypeError: what `convert` raises; `batches` is a single batch; `loss` returns no number; the
             model or a batch holds something that cannot be copied, say a generator or an open file.
-        OSError: the temporary file that `memory` needs cannot be written. The model is as it was.
+        OSError: the temporary file that `memory` needs cannot be written, or read. The model is as
+            it was.
 
     Warns:
         UserWarning: what `convert` warns of; layers that no input reached, one and the same alone,

@@ -7,10 +7,12 @@ in a global, where other runs find it.
 """
 
 import ctypes
+import errno
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import IO, Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from .._model.transaction import complete
 from .._torch import find_freer_of_buffers, without_torch_functions
 
 SMALL = 2**16  # bytes of a storage that stays in memory always
@@ -169,27 +172,33 @@ class Memory:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            folder = tempfile.tempdir or "any folder"  # None: there is none that can be written to
-            raise OSError(
-                error.errno,
-                f"memory={self.gigabytes:g}: {self._end / GIGABYTE:.1f} GB of activations cannot "
-                f"be written to a temporary file in {folder} ({error.strerror}); "
-                "set TMPDIR to a folder with more room, or take a larger memory",
-            ) from error
+            raise self._explain(error, "written to", "a folder with more room") from error
 
     def _read(self, storage: torch.UntypedStorage, slot: _Slot) -> None:
         assert self._file is not None  # which has written it
         on_host = storage.device.type == "cpu"
         host = storage if on_host else torch.UntypedStorage(slot.nbytes)  # type: ignore[no-untyped-call]
         left = _bytes_of(host)
-        self._file.seek(slot.offset)
-        while left:
-            count = self._file.readinto(left)  # type: ignore[attr-defined]
-            if not count:
-                raise OSError("the temporary file of activations is shorter than what was written")
-            left = left[count:]
+        try:
+            self._file.seek(slot.offset)
+            while left:
+                count = self._file.readinto(left)  # type: ignore[attr-defined]
+                if not count:
+                    raise OSError(errno.EIO, "it is shorter than what was written")
+                left = left[count:]
+        except OSError as error:
+            raise self._explain(error, "read from", "another disk") from error
         if not on_host:
             storage.copy_(host)
+
+    def _explain(self, error: OSError, action: str, remedy: str) -> OSError:
+        folder = tempfile.tempdir or "any folder"  # None: there is none that can be written to
+        return OSError(
+            error.errno,
+            f"memory={self.gigabytes:g}: {self._end / GIGABYTE:.1f} GB of activations cannot be "
+            f"{action} a temporary file in {folder} ({error.strerror}); set TMPDIR to {remedy}, or "
+            "take a larger memory",
+        )
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:
@@ -301,7 +310,7 @@ class Activations(_Guard):
 
     def finish(self) -> None:
         """The run has ended: what lives on, in somebody's cache, is in memory for good."""
-        self.fetch()
         self._memory.held -= self._held
         self._held = 0
+        complete([partial(self._memory.fetch, storage) for storage in self._storages])
         self._storages.clear()

@@ -2,6 +2,7 @@
 
 Python raises KeyboardInterrupt after any line, those of an `__exit__` or a `finally` too. Nothing
 here touches the process's handler of signals: what has to happen is begun again until it is done.
+An error in one step keeps no other step from being taken.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,11 +19,13 @@ Step = Callable[[], object]
 
 def complete(steps: list[Step]) -> None:
     """Take all of these steps, the last one first, off the list when it is done. Ctrl-C on the way
-    is raised after all of them.
+    is raised after all of them, or else the first error.
 
-    A step that Ctrl-C has ended is taken again, so each is one that can be taken twice.
+    A step that Ctrl-C has ended is taken again, so each is one that can be taken twice. A step that
+    ends with another error is not.
     """
     interrupt: KeyboardInterrupt | None = None
+    failure: Exception | None = None
     while steps:
         try:
             while steps:
@@ -30,8 +33,13 @@ def complete(steps: list[Step]) -> None:
                 del steps[-1]
         except KeyboardInterrupt as error:
             interrupt = error
+        except Exception as error:
+            failure = failure or error
+            del steps[-1]
     if interrupt is not None:
         raise interrupt
+    if failure is not None:
+        raise failure
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -257,6 +258,26 @@ def test_steps_are_all_taken_however_often_ctrl_c_comes_and_it_is_raised_at_the_
     with pytest.raises(KeyboardInterrupt):
         complete([lambda: step("second"), lambda: step("first")])
     assert taken == ["first"] * 3 + ["second"] * 3
+
+
+@pytest.mark.parametrize(
+    ("interrupted", "error"), [(False, "second fails"), (True, "Ctrl-C at first")]
+)
+def test_steps_are_all_taken_though_some_fail_and_the_first_error_is_raised(interrupted, error):
+    taken = []
+
+    def step(name):
+        taken.append(name)
+        if interrupted and taken == ["third", "second", "first"]:
+            raise KeyboardInterrupt("Ctrl-C at first")
+        if name != "third":
+            raise OSError(f"{name} fails")
+
+    steps = [partial(step, name) for name in ("first", "second", "third")]
+    with pytest.raises((OSError, KeyboardInterrupt), match=error):
+        complete(steps)
+    assert taken == ["third", "second", "first"] + ["first"] * interrupted
+    assert steps == []
 
 
 class Fussy(nn.Module):

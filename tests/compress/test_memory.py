@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
+from unittest.mock import Mock
 from weakref import WeakSet
 
 import numpy as np
@@ -261,6 +262,29 @@ def test_a_disk_that_fills_is_one_error_and_the_model_is_as_it_was(model, batche
     assert caught.value.errno == errno.ENOSPC
     assert full.closed
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("is_short", [True, False])
+def test_a_file_that_cannot_be_read_is_one_error_that_names_memory(
+    model, batches, monkeypatch, is_short
+):
+    def read(view):
+        if is_short:
+            return 0
+        raise OSError(errno.EIO, "Input/output error")
+
+    make = tempfile.TemporaryFile
+
+    def make_unreadable(**options):
+        file = Mock(wraps=make(**options))
+        file.readinto = read
+        return file
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", make_unreadable)
+    reason = "it is shorter" if is_short else "Input/output error"
+    with pytest.raises(OSError, match=rf"memory=0: .*read from .*{reason}.*TMPDIR") as caught:
+        compressed(model, batches, memory=0.0)
+    assert caught.value.errno == errno.EIO  # and no thread waits, see `files`
 
 
 def test_where_no_folder_can_be_written_to_the_error_names_memory_too(model, batches, monkeypatch):
