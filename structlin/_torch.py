@@ -5,9 +5,10 @@ tests/test_imports.py looks up every one of them.
 """
 
 import ctypes
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,6 +48,18 @@ def leave_uncompiled(function: Function) -> Function:
     """`torch.compiler.disable`, which would load the compiler now."""
     uncompiled: Any = _disable_dynamo(function)
     return uncompiled  # type: ignore[no-any-return]
+
+
+def is_compiler_loaded() -> bool:
+    """Whether torch.compile may have been called in this process: it loads the compiler."""
+    return "torch._dynamo.eval_frame" in sys.modules
+
+
+def keep_stance() -> Callable[[], object]:
+    """A function that sets the stance of torch.compile to what it is now."""
+    from torch._dynamo.eval_frame import _set_stance, _stance
+
+    return partial(_set_stance, _stance)
 
 
 # while torch 2.10 traces, it takes the first for true and the third for a tensor

@@ -115,10 +115,10 @@ def compress(
             terminal, and elsewhere a line every half minute. False: neither.
         memory: gigabytes (1e9 bytes) of activations of waiting runs that are held in memory,
             whatever the number of tokens. What is over it lies in a temporary file, and results are
-            the same to the bit. What can be read again, as a DataLoader, is read again instead of
-            held. It bounds neither the model, nor the run of one batch (for
-            `allocation="sensitivity"` with the memory of training), nor a list of batches. None: no
-            bound.
+            the same to the bit; functions that torch.compile has made then run as they are written.
+            What can be read again, as a DataLoader, is read again instead of held. It bounds
+            neither the model, nor the run of one batch (for `allocation="sensitivity"` with the
+            memory of training), nor a list of batches. None: no bound.
 
     Returns:
         `model`; the new layer if `model` is itself a linear layer.

@@ -20,8 +20,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .._model.transaction import complete
-from .._torch import find_freer_of_buffers, without_torch_functions
+from .._model.transaction import Step, complete
+from .._torch import (
+    find_freer_of_buffers,
+    is_compiler_loaded,
+    keep_stance,
+    without_torch_functions,
+)
 
 SMALL = 2**16  # bytes of a storage that stays in memory always
 GIGABYTE = 1e9
@@ -75,6 +80,13 @@ class Memory:
     @property
     def is_full(self) -> bool:
         return self.gigabytes is not None and self.held > self.gigabytes * GIGABYTE
+
+    def leave_uncompiled(self, at_end: list[Step]) -> None:
+        """Let what torch.compile has made run as it is written, until the last step of `at_end`:
+        compiled code neither fetches what it reads, nor tells what it makes."""
+        if self.gigabytes is not None and is_compiler_loaded():
+            at_end.append(keep_stance())
+            torch.compiler.set_stance("force_eager")
 
     def close(self) -> None:
         """Remove the file, and give back what is free."""

@@ -318,6 +318,7 @@ class Replay:
         memory = Memory(self.memory)
         ends: list[Step] = [memory.close]  # after all runs
         with completed_at_end(ends):
+            memory.leave_uncompiled(ends)
             # each call has a lane: its dense run, and beside it the compressed one
             lanes: list[tuple[Call, list[Run]]] = []
             count = len(calls) * (1 + both)

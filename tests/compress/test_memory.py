@@ -1,5 +1,6 @@
 """A bound of memory: runs that wait lie in a file, batches are read again, a line says how far."""
 
+import copy
 import ctypes
 import errno
 import gc
@@ -7,6 +8,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 from weakref import WeakSet
 
@@ -22,7 +24,7 @@ from structlin._compress.project import _Compressed
 from structlin._compress.replay import observe
 from structlin._torch import find_freer_of_buffers
 
-CACHE: dict[str, Tensor] = {}  # global: runs share it
+CACHE: dict[str, Any] = {}  # global: runs share it
 
 
 class Block(nn.Module):
@@ -197,6 +199,43 @@ def test_what_a_model_would_clear_at_its_end_is_freed_as_soon_as_its_run_ends(
 def test_compress_in_one_call_has_the_bound_too(model, batches, files):
     compress(model, LowRank(rank=1), batches, keep=0.5, memory=0.0)
     assert len(files) >= 1
+
+
+class CallsCompiledCode(nn.Module):
+    """By a global name, with a tensor that is global too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = CACHE.setdefault("table", torch.arange(x.numel()).view_as(x) / x.numel())
+        return self.b(CACHE["compiled"](self.a(x), table))
+
+
+@pytest.mark.slow
+def test_with_a_bound_what_torch_compile_has_made_runs_as_it_is_written(batches, files):
+    graphs = []
+
+    def compile_graph(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=compile_graph, fullgraph=True)
+    def add(x: Tensor, table: Tensor) -> Tensor:
+        return (x + table).relu()
+
+    model = CallsCompiledCode()
+    again = copy.deepcopy(model)
+    CACHE["compiled"] = add
+    unbounded = compressed(model, batches, allocation="error")
+    del CACHE["table"]
+    bounded = compressed(again, batches, allocation="error", memory=0.0)
+    assert all(torch.equal(*pair) for pair in zip(unbounded, bounded, strict=True))
+    assert len(files) >= 1
+    count = len(graphs)
+    torch.compile(lambda x: x + 1, backend=compile_graph)(batches[0])  # as before
+    assert len(graphs) == count + 1
 
 
 def test_a_bound_that_is_not_reached_writes_nothing(model, batches, files):

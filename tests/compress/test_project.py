@@ -368,6 +368,31 @@ def test_bad_input_is_one_error_and_leaves_nothing_behind(model, batches, messag
     assert threading.enumerate() == threads
 
 
+COMPILED = {}  # global: no replica has a copy of what is here
+
+
+@pytest.mark.slow
+def test_an_embedding_in_a_function_that_torch_has_compiled_whole_is_not_checked():
+    class CallsCompiledCode(Tagger):
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.last(self.first(COMPILED["look up"](ids, self.wte.weight)))
+
+    graphs = []
+
+    def compile_graph(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(nn.functional.embedding, backend=compile_graph, fullgraph=True)
+    model, batches = CallsCompiledCode(), [torch.arange(9)]
+    errors = []
+    for look_up in (nn.functional.embedding, compiled):
+        COMPILED["look up"] = look_up
+        errors.append(plan_plainly(model, LowRank(rank=2), batches).errors)
+    assert errors[0] == errors[1]
+    assert len(graphs) > 0
+
+
 @pytest.mark.parametrize("allocation", ["sensitivity", "error"])
 def test_a_bias_that_is_not_finite_is_named(allocation):
     model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
