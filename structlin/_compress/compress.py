@@ -118,7 +118,9 @@ def compress(
             the same to the bit; functions that torch.compile has made then run as they are written.
             What can be read again, as a DataLoader, is read again instead of held. It bounds
             neither the model, nor the run of one batch (for `allocation="sensitivity"` with the
-            memory of training), nor a list of batches. None: no bound.
+            memory of training), nor a list of batches. A model must not share a tensor by
+            `torch.utils.dlpack.to_dlpack`, nor read one that it makes for a global by TorchScript
+            or by an extension of torch: that is not seen, and may crash. None: no bound.
 
     Returns:
         `model`; the new layer if `model` is itself a linear layer.

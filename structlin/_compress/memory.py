@@ -4,6 +4,15 @@ The tensors of a waiting run stay where they are, in the frames and attributes o
 storages alone are emptied, and filled again before the run goes on. A storage that is empty must
 not be read, so a tensor is fetched before any function of torch gets it: a model may have kept one
 in a global, where other runs find it.
+
+Two reads are not seen: they crash, or find other numbers.
+
+- TorchScript or an extension of torch reads a global tensor that another run has made.
+- Somebody reads what shares memory with a tensor since `torch.utils.dlpack.to_dlpack`;
+  `torch.from_dlpack` is seen.
+
+A `TorchDispatchMode` would see TorchScript on a CPU alone. With it a transformer layer of width 256
+takes 15 % longer for 512 tokens.
 """
 
 import ctypes
@@ -17,7 +26,7 @@ from typing import IO, Any
 from weakref import WeakKeyDictionary, WeakSet, finalize
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .._model.transaction import Step, complete
@@ -228,18 +237,30 @@ def _is_large(storage: torch.UntypedStorage) -> bool:
 def storages_in(value: Any) -> Iterator[torch.UntypedStorage]:
     """The storages of the tensors in the arguments or the result of a function."""
     if isinstance(value, Tensor):
+        storage = None
         try:
             with without_torch_functions():  # a guard would fetch it
                 storage = value.untyped_storage()
         except (NotImplementedError, RuntimeError):  # it has none: sparse, or within torch.vmap
-            return
-        yield storage
+            pass
+        if type(value) not in (Tensor, nn.Parameter) and _is_hollow(storage):
+            yield from storages_in([*vars(value).values()])  # a wrapper, as a DTensor
+        elif storage is not None:
+            yield storage
     elif isinstance(value, tuple | list):
         for entry in value:
             yield from storages_in(entry)
     elif isinstance(value, Mapping):
         for entry in value.values():
             yield from storages_in(entry)
+
+
+def _is_hollow(storage: torch.UntypedStorage | None) -> bool:
+    """Whether it has a size but no memory: what is read are the attributes of its tensor."""
+    try:
+        return storage is None or (storage.nbytes() > 0 and storage.data_ptr() == 0)
+    except RuntimeError:  # in place of 0
+        return True
 
 
 def _name_of(func: Any) -> str:

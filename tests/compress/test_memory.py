@@ -22,7 +22,7 @@ from structlin._compress import memory, progress
 from structlin._compress.memory import Activations, Memory, storages_in
 from structlin._compress.project import _Compressed
 from structlin._compress.replay import observe
-from structlin._torch import find_freer_of_buffers
+from structlin._torch import find_freer_of_buffers, tree_map
 
 CACHE: dict[str, Any] = {}  # global: runs share it
 
@@ -198,6 +198,46 @@ def test_what_a_model_would_clear_at_its_end_is_freed_as_soon_as_its_run_ends(
 
 def test_compress_in_one_call_has_the_bound_too(model, batches, files):
     compress(model, LowRank(rank=1), batches, keep=0.5, memory=0.0)
+    assert len(files) >= 1
+
+
+class Wrapper(Tensor):
+    """A subclass of its own kind: it has no memory, and another tensor for an attribute."""
+
+    inner: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> "Wrapper":
+        wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        def unwrap(value):
+            return value.inner if isinstance(value, Wrapper) else value
+
+        def wrap(value):
+            return Wrapper(value) if isinstance(value, Tensor) else value
+
+        return tree_map(wrap, func(*tree_map(unwrap, args), **tree_map(unwrap, kwargs or {})))
+
+
+class Wraps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(self.a(Wrapper(2 * x)).tanh()).inner
+
+
+def test_what_a_tensor_of_a_subclass_wraps_goes_to_the_file_and_comes_back(batches, files):
+    model = Wraps()
+    again = copy.deepcopy(model)
+    unbounded = compressed(model, batches, allocation="error")
+    bounded = compressed(again, batches, allocation="error", memory=0.0)
+    assert all(torch.equal(*pair) for pair in zip(unbounded, bounded, strict=True))
     assert len(files) >= 1
 
 
