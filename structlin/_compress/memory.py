@@ -39,7 +39,7 @@ from .._torch import (
 
 SMALL = 2**16  # bytes of a storage that stays in memory always
 GIGABYTE = 1e9
-TRIM_BYTES = 2**30  # of runs that stop, until the allocator is asked again for what is free
+TRIM_BYTES = 2**28  # of runs that stop, until the allocator is asked again for what is free
 # functions that hand out the memory of a tensor to others, who may read it at any time
 LENDING = {"data_ptr", "untyped_storage", "storage", "numpy", "__array__", "__dlpack__"}
 # functions and attributes that tell of a tensor, and read none of its bytes
