@@ -17,7 +17,7 @@ hidden layers of eight times the width, and attention of dense layers with weigh
 token takes two (arXiv:2410.02117). Structured kinds are compared with the dense kind that has the
 lower loss.
 
-Rates are searched by factors of 2 at the budgets up to 5e12, first at the width where the search
+Rates are searched by factors of 2 at the budgets up to 2e13, first at the width where the search
 begins, then again at the best width. From there the library's own rules carry them (muP from dense
 width 256). All choices are made by the validation loss of seed 0. Reported is the test loss: the
 windows of the held-out tenth are divided in turns, 512 to validate and 2,048 to test.
