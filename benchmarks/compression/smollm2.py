@@ -70,7 +70,7 @@ TEXTS = {"wiki": "Wikipedia", "c4": "C4"}
 JUDGED_APART = 4  # of the windows of C4 each fourth has the divergence from dense
 CANDIDATES = 4
 RUINED = 1e4  # a perplexity whose order alone says something
-RUINED_EXCESS = 100.0  # times SVD-LLM's
+RUINED_EXCESS = 100.0  # an excess perplexity that is so many times SVD-LLM's
 PAIRS = ((" is", " are"), (" was", " were"))
 
 
@@ -440,8 +440,8 @@ FIGURES = {
 
 
 def numbers(result: Row) -> dict[str, str]:
-    """How much was measured; the perplexity of Wikipedia and the last words of dense and of
-    low-rank at each size."""
+    """How much was measured; of dense, and of low-rank at each size, the perplexity of Wikipedia
+    and the per cent of last words that are right."""
     rows = result["rows"]
     dense = select(rows, way="dense")
     counts = {task: f"{len(dense[0]['tasks'][task]):,}" if dense else "-" for task in TASKS}
@@ -449,8 +449,9 @@ def numbers(result: Row) -> dict[str, str]:
     for row in [*dense, *select(rows, method=HEALED, way="calibrated")]:
         keep = f"{row['keep']:g}"
         texts[f"smollm2.wiki_{keep}"] = f"{row['perplexity_wiki']:.1f}"
-        right = row["tasks"]["last word"]
-        texts[f"smollm2.last_word_{keep}"] = f"{100 * right.count('1') / len(right):.0f}"
+        answers = row["tasks"]["last word"]
+        share = answers.count("1") / len(answers)
+        texts[f"smollm2.last_word_{keep}"] = f"{100 * share:.0f}"
     setting = result["setting"]
     return texts | {
         "smollm2.calibration": f"{setting['calibration'] * setting['context']:,}",
@@ -470,7 +471,8 @@ def show_excess(result: Row) -> str:
     cells = {}
     for keep, excess in sorted(result.get("excess", {}).items(), reverse=True):
         for name, ratio in excess.items():
-            if name != REFERENCE and not name.endswith("int8") and ratio["value"] < RUINED_EXCESS:
+            is_left_out = name == REFERENCE or name.endswith("int8")
+            if not is_left_out and ratio["value"] < RUINED_EXCESS:
                 cells[name, f"keep {keep}"] = report.number(ratio)
     return report.pivot(cells)
 

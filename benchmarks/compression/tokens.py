@@ -221,10 +221,6 @@ def show_text(result: Row, text: str) -> str:
     return report.table([TEXTS[text], *map(name_count, counts)], lines)
 
 
-def is_measured(cell: str) -> bool:
-    return cell not in (NOT_MEASURED, "-")
-
-
 def list_counts(rows: Sequence[Row]) -> list[int]:
     """The numbers of tokens, ascending: a column for each."""
     return sorted(values(rows, "tokens"))
@@ -261,17 +257,24 @@ def show_c4(result: Row) -> str:
 
 
 def show_gain(result: Row) -> str:
-    """Perplexity on Wikipedia over that of the same method with a quarter of the tokens."""
+    """Perplexity on Wikipedia over that of the same method with a quarter of the tokens.
+
+    Methods without such a pair are left out.
+    """
     rows = result["rows"]
 
     def cell_of(row: Row) -> str:
         place = {"family": row["family"], "keep": row["keep"]}
         for fewer in select(rows, tokens=row["tokens"] // 4, **place):
             return report.factor(differences(row["nats_wiki"], fewer["nats_wiki"]))
-        return "-"
+        return NOT_MEASURED
 
     counts = list_counts(rows)[1:]
-    lines = [line for line in list_lines(rows, cell_of, counts) if any(map(is_measured, line[1:]))]
+    lines = []
+    for line in list_lines(rows, cell_of, counts):
+        _, *cells = line
+        if set(cells) != {NOT_MEASURED}:
+            lines.append(line)
     return report.table(["Wikipedia", *map(name_count, counts)], lines)
 
 

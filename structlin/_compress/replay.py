@@ -283,7 +283,8 @@ class Replay:
         """
         replica = self.original.replicate(own_gradients=backward)
         for layer in layers:
-            vars(replica[layer])["forward"] = partial(_see, layer, replica[layer].forward, hook)
+            copied = replica[layer]
+            vars(copied)["forward"] = partial(_see, layer, copied.forward, hook)
         with torch.set_grad_enabled(grad), RandomNumbers(call.seed).draw():
             return call.make(replica.model, input_gradients=backward)
 

@@ -36,7 +36,7 @@ _SHARED_KINDS = (
     *(logging.Logger, contextvars.ContextVar, threading.local),
 )
 _CONTAINERS = (dict, OrderedDict, set)
-# Most of them are empty. No two modules have one in common.
+# What every module has, such as its hooks. Most of these are empty, and no two modules share one.
 _CONTAINERS_OF_MODULES = {
     name for name, value in vars(nn.Module()).items() if type(value) in _CONTAINERS
 }
@@ -321,7 +321,7 @@ class Copier:
         for name, value in {**vars(module), **compiled}.items():
             kind = type(value)
             if name in _CONTAINERS_OF_MODULES and kind in _CONTAINERS and not value:
-                attributes[name] = kind()  # without a memo, which would take more than it does
+                attributes[name] = kind()  # which nobody will look for: it is not remembered
             else:
                 others[name] = value
         self._copy_attributes(others, attributes)

@@ -216,6 +216,7 @@ def _measure_ratios(
         for layer, mean, covariance in all_inputs:
             curve = curves[layer.module]
             weight = layer.matrix
+            carried = mean if layer.module in replay.biases else None  # what a bias makes up for
             metric: dict[str, Any] = {"covariance": covariance, "output": outputs.get(layer.module)}
             for n, share in enumerate(SHARES):
                 structure = _largest_within(curve.sizes, share).structure
@@ -224,9 +225,7 @@ def _measure_ratios(
                 predicted_harm[n] += curve.whole * error**2
                 matrix = to_dense(structure, cores)[: len(weight), : weight.shape[1]]
                 difference = matrix.to(weight) - weight
-                bias = None
-                if layer.module in replay.biases and mean is not None:
-                    bias = -(difference @ mean.to(weight))
+                bias = None if carried is None else -(difference @ carried.to(weight))
                 changes[n][layer.module] = Change(difference, bias)
 
     for call, before in checked_calls:

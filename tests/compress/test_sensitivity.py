@@ -318,6 +318,16 @@ def test_layers_whose_forward_is_called_directly_are_seen():
     assert found.errors == expected.errors
 
 
+def test_a_model_that_takes_derivatives_itself_is_told_what_does_without_gradients():
+    class Force(nn.Sequential):
+        def forward(self, x):
+            return torch.func.grad(lambda x: super(Force, self).forward(x).tanh().sum())(x)
+
+    model = Force(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"^allocation='error' is needed"):
+        compress(model, LowRank(rank=1), [torch.randn(20, 8)], keep=0.5)
+
+
 def test_batches_without_a_row_are_named():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(ValueError, match=r"^batches: no row of them reaches the layers"):
