@@ -200,13 +200,20 @@ class InPlace(Block):
         return x, None
 
 
+class Through(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return x, None
+
+
 class Overwriting(Block):
-    """What the gradient of a linear layer needs is gone."""
+    """With large inputs, what the gradient of a linear layer needs is gone."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
         h = self.norm(x)
         y = self.down(torch.relu(self.up(h)))
-        return h.mul_(0.5) + y, None
+        if x.mean() > 5:
+            h.mul_(0.5)
+        return h + y, None
 
 
 class Appending(Block):
@@ -240,15 +247,19 @@ def test_a_block_that_writes_into_its_input_is_refined_as_one_that_does_not(kind
         assert errors == pytest.approx(expected[name], rel=1e-3)
 
 
-def test_a_block_whose_gradient_cannot_be_taken_is_left_with_a_warning(model, batches):
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_block_whose_gradient_cannot_be_taken_is_left_with_a_warning(model, batches, place):
     model.blocks[1].__class__ = Overwriting
+    model.first, model.blocks[0] = nn.Identity(), Through()
+    batches[place] = batches[place] + 10  # the other batches have gradients
     options = {"keep": None, "include": "blocks.1*"}
     plain = plan_compression(copy.deepcopy(model), LowRank(rank=4), batches, **options)
     expected = "'blocks.1' is not refined: its gradient cannot be taken .*inplace"
     with pytest.warns(UserWarning, match=expected):
         planned = plan_compression(model, LowRank(rank=4), batches, refine=5, **options)
     assert not planned.blocks
-    assert planned.errors == plain.errors
+    pairs = zip(planned.apply().parameters(), plain.apply().parameters(), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
 
 
 def test_a_block_whose_input_has_no_copy_is_left_with_a_warning(model, batches):

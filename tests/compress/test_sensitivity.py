@@ -3,6 +3,7 @@
 import copy
 from dataclasses import dataclass
 from itertools import product
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,6 +302,20 @@ def test_a_model_that_returns_a_dataclass_keeps_what_one_that_returns_a_tensor_d
     assert [each.structure for each in found.decisions] == [
         each.structure for each in expected.decisions
     ]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_a_loss_of_the_users_own_may_read_any_object_that_a_checkpointed_model_returns():
+    class Answering(nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = checkpoint(layer, x, use_reentrant=True)
+            return SimpleNamespace(features=x)
+
+    torch.manual_seed(0)
+    model = Answering(nn.Linear(8, 8), nn.Linear(8, 8))
+    found = weigh(model, [torch.randn(20, 8)], lambda answer: answer.features.square().sum())
+    assert all(each.min() > 0 for each in found)
 
 
 def test_layers_whose_forward_is_called_directly_are_seen():

@@ -485,6 +485,18 @@ def test_of_linear_blocks_the_prediction_holds_and_measuring_ends(ratios, monkey
     assert all(abs(ratio - 1) < sizes.TOLERANCE for own in ratios for ratio in own)
 
 
+def test_a_bias_carries_the_mean_of_an_error_where_harm_is_measured(ratios, monkeypatch):
+    monkeypatch.setattr(sensitivity, "PRIOR_TOKENS", 0)
+    torch.manual_seed(0)
+    model = Chain([1.0] * 5, nn.Identity, turned=False)
+    for block in model.blocks:
+        block[0].bias = nn.Parameter(torch.zeros(16))
+    x = 10 + torch.randn(4000, 16)  # far from zero
+    compress(model, LowRank(rank=1), x.split(500), keep=0.5, include="*")
+    assert len(ratios) == 2
+    assert all(abs(ratio - 1) < sizes.TOLERANCE for own in ratios for ratio in own)
+
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_where_tanh_bounds_what_errors_do_the_choice_is_nearer_the_best(seed, ratios, monkeypatch):
     torch.manual_seed(seed)
