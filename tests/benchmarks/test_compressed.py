@@ -309,12 +309,16 @@ def test_the_page_has_denses_tokens_per_second_and_the_spread_of_dense_again():
     ]
 
 
-def test_the_pages_numbers_are_of_the_structured_models_of_keep_80_on_one_thread():
-    assert compressed.numbers(RESULT) == {
-        "compressed.prefill_least": "1.12",
-        "compressed.prefill_most": "1.30",
-        "compressed.decode_least": "1.40",
-        "compressed.decode_most": "1.40",
+def test_the_pages_numbers_are_of_low_rank_at_keep_80_and_of_int8_on_one_thread():
+    rows = [
+        *RESULT["rows"],
+        make_row("dense, int8", 1, "decode", 60.0, 2.354),
+        make_row("dense, int8", 2, "decode", 60.0, 4.0),
+        make_row("low-rank, keep 0.6", 1, "decode", 60.0, 3.0),
+    ]
+    assert compressed.numbers({"rows": rows}) == {
+        "compressed.prefill_low_rank": "1.25",
+        "compressed.decode_int8": "2.35",
     }
 
 
