@@ -185,11 +185,13 @@ def _take_gradients(
     tensors = [output for _, output in outputs]
     gradients = torch.autograd.grad(value, tensors, allow_unused=True)
     _require_finite(value, loss, replay, layers, call)
-    return [
+    taken = [
         (module, select_rows(gradient, call.masks))
         for (module, _), gradient in zip(outputs, gradients, strict=True)
         if gradient is not None
     ]
+    outputs.clear()  # `keep` lives on in the run's modules until Python looks for cycles
+    return taken
 
 
 def _take_gradients_on_the_way_back(
@@ -227,7 +229,9 @@ def _take_gradients_on_the_way_back(
             f"{_REFUSED} turns gradients off (no_grad or inference_mode) around these layers: "
             f"{', '.join(names)}; or exclude them"
         )
-    return gradients
+    taken = gradients.copy()
+    gradients.clear()  # `keep` lives on in the run's modules until Python looks for cycles
+    return taken
 
 
 class _PassOn(torch.autograd.Function):

@@ -1,6 +1,8 @@
 """What an error in a layer does to the model, against formulas; one covariance at a time."""
 
 import copy
+import gc
+import weakref
 from dataclasses import dataclass
 from itertools import product
 from types import SimpleNamespace
@@ -394,3 +396,30 @@ def test_each_layers_covariance_is_that_of_its_inputs_in_the_dense_model():
     h = model[0](x).detach()
     both = torch.cat([h, shared(h).detach().tanh()])  # the layer is called twice
     torch.testing.assert_close(second, both.mT @ both / 40)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # as they are observed
+@pytest.mark.parametrize("use_reentrant", [None, False, True], ids=["plain", "new", "reentrant"])
+def test_the_activations_of_a_call_are_freed_without_pythons_search_for_cycles(use_reentrant):
+    hidden = []
+
+    class Model(nn.Sequential):
+        def forward(self, x):
+            up, down = self
+            h = up(x)
+            if use_reentrant is None:
+                y = down(h)
+            else:
+                y = checkpoint(down, h, use_reentrant=use_reentrant)
+            hidden.append(weakref.ref(h.untyped_storage()))
+            return y
+
+    model = Model(nn.Linear(4, 8), nn.Linear(8, 4))
+    gc.disable()
+    try:
+        weigh(model, [torch.randn(16, 4) for _ in range(2)])
+        alive = [storage for storage in hidden if storage() is not None]
+    finally:
+        gc.enable()
+    assert len(hidden) >= 4  # both calls are observed, and made with gradients
+    assert alive == []
