@@ -17,10 +17,11 @@ hidden layers of eight times the width, and attention of dense layers with weigh
 token takes two (arXiv:2410.02117). Structured kinds are compared with the dense kind that has the
 lower loss.
 
-Rates are searched by factors of 2 at the budgets up to 2e13, first at the width where the search
-begins, then again at the best width. From there the library's own rules carry them (muP from dense
-width 256). All choices are made by the validation loss of seed 0. Reported is the test loss: the
-windows of the held-out tenth are divided in turns, 512 to validate and 2,048 to test.
+Rates are searched by factors of 2 at the budgets up to 5e12, for AdamW up to 2e13, first at the
+width where the search begins, then again at the best width. From there the library's own rules
+carry them (muP from dense width 256). All choices are made by the validation loss of seed 0.
+Reported is the test loss: the windows of the held-out tenth are divided in turns, 512 to validate
+and 2,048 to test.
 
 A run keeps a checkpoint beside its result and goes on from it. The file of rows goes on too.
 """
@@ -50,7 +51,7 @@ from structlin.optim._soap import Eigenbases
 BATCH_TOKENS = 512
 WIDTHS = [32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768]
 LARGEST_OF_ALL_KINDS = 5e12  # FLOPs; beyond them dense and the best structured kind are run
-LARGEST_TUNED = 2e13  # FLOPs up to which rates are searched
+LARGEST_TUNED = {"AdamW": 2e13, "Muon": 5e12, "SOAP": 5e12}  # FLOPs up to which rates are searched
 SECONDS_BETWEEN_CHECKPOINTS = 120.0
 VALIDATION_WINDOWS = 512
 TEST_WINDOWS = 2048
@@ -341,13 +342,12 @@ def save_checkpoint(
 def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
     """Each cell by itself, the smallest budget first, since a budget starts from the one before."""
     for budget in sorted(axes["budget"]):
-        searches_rates = budget <= LARGEST_TUNED and not runs.options.smoke
         for setup in axes["setup"]:
             for kind in axes["kind"]:
                 for optimizer in axes["optimizer"]:
                     cell = {"setup": setup, "optimizer": optimizer, "kind": kind, "budget": budget}
                     if is_planned(cell):
-                        search_cell(runs, cell, axes["seed"], searches_rates)
+                        search_cell(runs, cell, axes["seed"])
     return runs.all()
 
 
@@ -369,9 +369,11 @@ def is_planned(cell: Row) -> bool:
     return cell["kind"] not in MIXED or (characters and cell["optimizer"] == "AdamW")
 
 
-def search_cell(runs: Runs, cell: Row, seeds: Sequence[int], searches_rates: bool) -> None:
+def search_cell(runs: Runs, cell: Row, seeds: Sequence[int]) -> None:
     """The best rates and the best width of a cell by seed 0, then all seeds there."""
     job = start_of(runs.all(), cell)
+    is_tuned = cell["budget"] <= LARGEST_TUNED[kind_of(cell["optimizer"])]
+    searches_rates = is_tuned and not runs.options.smoke
     rounds = 1 if runs.options.smoke else 10
     if searches_rates:
         job = search_rates(runs, cell, job, rounds)
