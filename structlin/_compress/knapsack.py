@@ -88,15 +88,18 @@ def choose_greedily(curves: Sequence[Curve], limit: float, weights: Sequence[flo
     return Choice(options, harm, harm - max(0.0, gain_of_a_share))
 
 
-def choose_by_table(curves: Sequence[Curve], limit: float, weights: Sequence[float]) -> list[int]:
+def choose_by_table(
+    curves: Sequence[Curve], limit: float, weights: Sequence[float], most_cells: int = CELLS
+) -> list[int]:
     """Dynamic programming: table[c] is the least sum of the layers so far within c units of cost.
 
-    Costs count from each layer's smallest size, which fits always.
+    Costs count from each layer's smallest size, which fits always. They are rounded up to multiples
+    of a unit, which is the smallest that needs no more than `most_cells`.
     """
     extra = [[size.cost - curve.sizes[0].cost for size in curve.sizes] for curve in curves]
     room = math.floor(limit) - sum(curve.sizes[0].cost for curve in curves)
     common = math.gcd(*(cost for costs in extra for cost in costs))
-    unit = common * max(1, math.ceil(room / (common * CELLS)))
+    unit = common * max(1, math.ceil(room / (common * most_cells)))
     cells = room // unit + 1
     table = torch.zeros(cells, dtype=torch.float64)
     taken: list[torch.Tensor] = []  # for each layer: cells -> its option
