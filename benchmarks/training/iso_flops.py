@@ -50,7 +50,7 @@ from structlin.optim._soap import Eigenbases
 
 BATCH_TOKENS = 512
 WIDTHS = [32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768]
-LARGEST_OF_ALL_KINDS = 5e12  # FLOPs; beyond them dense and the best structured kind are run
+LARGEST_OF_ALL_KINDS = 5e12  # FLOPs; beyond them dense and the best structured kinds are run
 LARGEST_TUNED = {"AdamW": 2e13, "Muon": 5e12, "SOAP": 5e12}  # FLOPs up to which rates are searched
 SECONDS_BETWEEN_CHECKPOINTS = 120.0
 VALIDATION_WINDOWS = 512
@@ -352,9 +352,9 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
 
 
 def is_planned(cell: Row) -> bool:
-    """Whether a cell is worth its hours. The large budgets are for dense and the best structured
-    kind; variants of optimizers for the same two at two budgets, on characters; mixtures and
-    controls for AdamW.
+    """Whether a cell is worth its hours. The large budgets are for both dense kinds and the best
+    structured one; variants of optimizers for dense and that one at two budgets, on characters;
+    mixtures and controls for AdamW.
     """
     characters = cell["setup"] == "Python"
     if cell["kind"] in iso_report.CONTROLS:
@@ -363,7 +363,8 @@ def is_planned(cell: Row) -> bool:
     if cell["optimizer"] != kind_of(cell["optimizer"]):
         return characters and cell["kind"] in best_kinds and cell["budget"] in (1e12, 5e12)
     if cell["budget"] > 2e13:
-        return characters and cell["kind"] in best_kinds and cell["optimizer"] != "Muon"
+        large_kinds = (*best_kinds, NORMALISED)
+        return characters and cell["kind"] in large_kinds and cell["optimizer"] != "Muon"
     if cell["budget"] > LARGEST_OF_ALL_KINDS:
         return cell["kind"] in (*best_kinds, NORMALISED, "BTT r=4 in MLPs")
     return cell["kind"] not in MIXED or (characters and cell["optimizer"] == "AdamW")
