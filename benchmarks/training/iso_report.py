@@ -280,15 +280,19 @@ def interval(numbers: Sequence[float], digits: str) -> str:
 
 def fit_all(table: Sequence[Row]) -> list[Row]:
     """The fit of each front that has enough budgets, its residuals and what it says beyond them;
-    for a structured one also the compute that dense's fit needs for the same loss."""
+    for a structured one also the compute that dense's fit needs for the same loss. A front and
+    dense's beside it are fitted at the budgets that both have."""
     rows = []
     for setup, optimizer, kind in dict.fromkeys(
         (row["setup"], row["optimizer"], row["kind"]) for row in table
     ):
         front = front_of(table, 1, setup=setup, optimizer=optimizer, kind=kind)
         dense = front_of_dense(table, 1, setup=setup, optimizer=optimizer)
-        if min(len(front), len(dense)) < FITTED_BUDGETS:
+        budgets = front.keys() & dense.keys()
+        if len(budgets) < FITTED_BUDGETS:
             continue
+        front = {budget: front[budget] for budget in budgets}
+        dense = {budget: dense[budget] for budget in budgets}
         rows.append(
             {"setup": setup, "optimizer": optimizer, "kind": kind} | describe_fit(front, dense)
         )

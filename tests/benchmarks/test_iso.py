@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from benchmarks.harness.statistics import select
 from benchmarks.training import iso_flops, iso_report, iso_seconds
 from benchmarks.training.mixtures import Mixture, balance_of
 from examples.moe import Mixture as MixtureOfModules
@@ -49,6 +50,17 @@ def test_a_fit_says_how_much_compute_dense_needs_and_its_interval_holds_the_trut
 def test_a_front_of_three_budgets_has_no_fit():
     table = make_table({"dense": lambda flops: 2.0 - flops / 1e14})
     assert iso_report.fit_all([row for row in table if row["budget"] < 2e13]) == []
+
+
+def test_a_budget_that_dense_has_not_run_is_in_no_fit():
+    curves = {
+        "dense": lambda flops: 0.9 + (flops / 1e12) ** -0.2,
+        "BTT r=4": lambda flops: 0.8 + (flops / 1e12) ** -0.2,
+    }
+    table = make_table(curves)
+    largest = select(table, kind="BTT r=4", budget=2e13)[0]
+    more = largest | {"budget": 8e13, "losses": [3.0]}
+    assert iso_report.fit_all([*table, more]) == iso_report.fit_all(table)
 
 
 def test_a_structured_front_is_compared_with_the_better_dense_kind_of_each_budget():
