@@ -51,7 +51,7 @@ from structlin.optim._soap import Eigenbases
 BATCH_TOKENS = 512
 WIDTHS = [32, 64, 96, 128, 160, 192, 256, 320, 384, 512, 640, 768]
 LARGEST_OF_ALL_KINDS = 5e12  # FLOPs; beyond them dense and the best structured kinds are run
-LARGEST_TUNED = {"AdamW": 2e13, "Muon": 5e12, "SOAP": 5e12}  # FLOPs up to which rates are searched
+LARGEST_TUNED = {"AdamW": 8e13, "Muon": 5e12, "SOAP": 5e12}  # FLOPs up to which rates are searched
 SECONDS_BETWEEN_CHECKPOINTS = 120.0
 VALIDATION_WINDOWS = 512
 TEST_WINDOWS = 2048

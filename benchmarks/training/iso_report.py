@@ -384,11 +384,14 @@ def show(result: Row) -> list[str]:
 
 def numbers(result: Row) -> dict[str, str]:
     """For the pages: by how much BTT of rank 4 differs from dense on characters, under names such
-    as "iso.AdamW_1e12"."""
+    as "iso.AdamW_1e12"; and in how many seeds dense is ahead at the largest budget by AdamW."""
     texts = {"iso.runs": str(len(result["rows"]))}
-    for row in select(compare(result["table"]), setup="Python", kind="BTT r=4"):
-        budget = name_flops(row["budget"])
-        texts[f"iso.{row['optimizer']}_{budget}"] = in_words(row["above"])
+    compared = select(compare(result["table"]), setup="Python", kind="BTT r=4")
+    for row in compared:
+        texts[f"iso.{row['optimizer']}_{name_flops(row['budget'])}"] = in_words(row["above"])
+    largest = max(select(compared, optimizer="AdamW"), key=lambda row: row["budget"])
+    wins = sum(above > 0 for above in largest["above"])
+    texts["iso.dense_wins"] = f"{wins} of {len(largest['above'])}"
     return texts | numbers_of_weight_norm(result) | numbers_of_a_longer_run(result)
 
 

@@ -99,6 +99,21 @@ def test_the_gains_are_means_of_seeds_by_optimizer_and_budget():
     assert line.split("|")[1:-1] == [" AdamW ", *[" +1.0 % "] * 4]
 
 
+def test_the_seeds_in_which_dense_is_ahead_are_counted_at_the_largest_budget_of_adamw():
+    table = make_table({"dense": lambda flops: 2.0, "BTT r=4": lambda flops: 1.9})
+    largest = {"budget": 2e13, "kind": "BTT r=4"}
+    for row in select(table, **largest):
+        row["losses"] = [2.1, 1.9, 2.1]
+    soap = [
+        row | {"optimizer": "SOAP", "width": 96, "steps": 100}
+        for row in table
+        if row["budget"] < 2e13
+    ]
+    texts = iso_report.numbers({"table": table + soap, "rows": []})
+    assert texts["iso.dense_wins"] == "2 of 3"
+    assert texts["iso.AdamW_5e12"] == "5.0 % lower"
+
+
 def test_what_weight_normalisation_does_for_dense_is_said_by_optimizer():
     plain = dict(zip(BUDGETS, (2.0, 1.9, 1.8, 1.7), strict=True))
     curves = {"dense": plain.get, "dense, weight norm": lambda budget: 0.98 * plain[budget]}
