@@ -350,8 +350,8 @@ def fits(result: Row) -> str:
 
 
 def means(result: Row) -> str:
-    """A table: by how many percent a variant of an optimizer, or a mixture, changes the loss of the
-    same model or of the best other structure, budget by budget; a minus is lower."""
+    """A table: by how many percent a variant of an optimizer changes the loss of the same kind of
+    model, budget by budget; a minus is lower."""
     cells = {}
     for row in result["table"]:
         parent = {"optimizer": kind_of(row["optimizer"]), "kind": row["kind"]}

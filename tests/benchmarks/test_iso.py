@@ -116,6 +116,16 @@ def test_the_seeds_in_which_dense_is_ahead_are_counted_at_the_largest_budget_of_
     assert texts["iso.AdamW_5e12"] == "5.0 % lower"
 
 
+def test_a_variant_of_an_optimizer_is_compared_with_it_on_the_same_kind_and_seed():
+    table = make_table({"dense": lambda flops: 2.0, "BTT r=4": lambda flops: 1.0})
+    variant = {"optimizer": "AdamW, beta2 .99", "losses": [0.98, 0.99, 1.0]}
+    table += [row | variant for row in select(table, kind="BTT r=4", budget=1e12)]
+    _, _, line = iso_report.means({"table": table}).splitlines()
+    name, change = line.split("|")[1:-1]
+    assert name == " Python, BTT r=4, AdamW, beta2 .99 "
+    assert change == " -1.0 (-1.9 to -0.1) "
+
+
 def test_what_weight_normalisation_does_for_dense_is_said_by_optimizer():
     plain = dict(zip(BUDGETS, (2.0, 1.9, 1.8, 1.7), strict=True))
     curves = {"dense": plain.get, "dense, weight norm": lambda budget: 0.98 * plain[budget]}
