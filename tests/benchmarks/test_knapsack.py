@@ -9,7 +9,8 @@ pytest.importorskip("transformers")
 pytest.importorskip("matplotlib")
 
 from benchmarks.compression import knapsack
-from structlin import LowRank
+from structlin import Dense, LowRank, plan_compression
+from structlin._compress.knapsack import choose
 from structlin._projection.curve import Curve, list_sizes
 from tests.tables import read_table
 
@@ -55,8 +56,18 @@ def test_curves_are_those_that_compress_chooses_among():
     assert len(curves) == 14  # of two blocks: q, k, v, o, gate, up, down
     for curve in curves:
         assert curve.errors[-1] == 0  # dense
-        assert curve.errors == sorted(curve.errors, reverse=True)
         assert all(math.isfinite(error) for error in curve.errors)
+    limit = 0.6 * sum(curve.sizes[-1].cost for curve in curves)
+    options = choose(curves, limit, [1.0] * len(curves)).options
+    chosen = [curve.sizes[option] for curve, option in zip(curves, options, strict=True)]
+    dense, part, batches = knapsack.MODELS["tiny"]()
+    family = knapsack.methods.FAMILIES["low-rank"]
+    planned = plan_compression(dense, family, batches, keep=0.6, include=f"{part}*")
+    for size, decision in zip(chosen, planned.decisions, strict=False):  # the head comes last
+        if decision.structure is None:
+            assert isinstance(size.family, Dense)
+        else:
+            assert size.structure == decision.resolved
 
 
 def test_a_page_has_both_choices_of_each_family_and_the_largest_gap():
