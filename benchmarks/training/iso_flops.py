@@ -352,10 +352,10 @@ def design(runs: Runs, axes: Mapping[str, Axis]) -> list[Row]:
 
 
 def is_planned(cell: Row) -> bool:
-    """Whether a cell is worth its hours. At 2e13 FLOPs that holds for both dense kinds, BTT of rank 4,
-    and this in MLPs alone; at 8e13 for the first three on characters, by AdamW and SOAP. Variants of
-    optimizers are for dense and BTT of rank 4 at two budgets, on characters, mixtures and controls
-    for AdamW.
+    """Whether a cell is worth its hours. At 2e13 FLOPs that holds for both dense kinds, BTT of rank
+    4, and this in MLPs alone; at 8e13 for the first three on characters, by AdamW and SOAP.
+    Variants of optimizers are for dense and BTT of rank 4 at two budgets, on characters; mixtures
+    and controls are for AdamW.
     """
     characters = cell["setup"] == "Python"
     if cell["kind"] in iso_report.CONTROLS:

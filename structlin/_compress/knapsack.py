@@ -31,7 +31,7 @@ def choose(curves: Sequence[Curve], limit: float, weights: Sequence[float]) -> C
     The greedy choice is taken where its sum is within 1 % of the lower bound. It nearly always is
     for many layers, and a larger limit then never gives a layer a smaller size. Otherwise dynamic
     programming finds the best one. It is exact where all costs are multiples of a number that
-    goes into the limit at most `CELLS` times. Elsewhere it rounds costs up to such multiples. Then
+    goes into the limit at most `CELLS` times. Elsewhere it rounds costs to such multiples. Then
     nothing but `bound` says how near the best choice is.
     """
     greedy = choose_greedily(curves, limit, weights)
@@ -93,21 +93,22 @@ def choose_by_table(
 ) -> list[int]:
     """Dynamic programming: table[c] is the least sum of the layers so far within c units of cost.
 
-    Costs count from each layer's smallest size, which fits always. They are rounded up to multiples
-    of a unit, which is the smallest that needs no more than `most_cells`.
+    Costs count from each layer's smallest size, which fits always. They are rounded to multiples of
+    a unit, which is the smallest that goes into the limit at most `most_cells` times. The result is
+    the choice of the most units whose costs fit as they are.
     """
     extra = [[size.cost - curve.sizes[0].cost for size in curve.sizes] for curve in curves]
     room = math.floor(limit) - sum(curve.sizes[0].cost for curve in curves)
     common = math.gcd(*(cost for costs in extra for cost in costs))
     unit = common * max(1, math.ceil(room / (common * most_cells)))
-    cells = room // unit + 1
+    units = [[round(cost / unit) for cost in costs] for costs in extra]
+    cells = room // unit + 1 + len(curves) // 2  # for what rounding adds at most
     table = torch.zeros(cells, dtype=torch.float64)
     taken: list[torch.Tensor] = []  # for each layer: cells -> its option
-    for curve, costs, weight in zip(curves, extra, weights, strict=True):
+    for curve, shifts, weight in zip(curves, units, weights, strict=True):
         best = torch.full((cells,), math.inf, dtype=torch.float64)
         option_of = torch.zeros(cells, dtype=torch.int64)
-        for option, cost in enumerate(costs):
-            shift = math.ceil(cost / unit)
+        for option, shift in enumerate(shifts):
             if shift >= cells:
                 break
             harm = table[: cells - shift] + weight * curve.errors[option]  # (cells - shift,)
@@ -116,12 +117,22 @@ def choose_by_table(
             option_of[shift:][better] = option
         table = best
         taken.append(option_of)
+    for cell in reversed(range(cells)):
+        options = trace_back(taken, units, cell)
+        if sum(costs[option] for costs, option in zip(extra, options, strict=True)) <= room:
+            return options
+    return [0] * len(curves)
+
+
+def trace_back(
+    taken: Sequence[torch.Tensor], units: Sequence[Sequence[int]], cell: int
+) -> list[int]:
+    """The options that led to a cell of the last layer's table."""
     options: list[int] = []
-    cell = cells - 1
-    for option_of, costs in zip(reversed(taken), reversed(extra), strict=True):
+    for option_of, shifts in zip(reversed(taken), reversed(units), strict=True):
         option = int(option_of[cell])
         options.append(option)
-        cell -= math.ceil(costs[option] / unit)
+        cell -= shifts[option]
     return options[::-1]
 
 
